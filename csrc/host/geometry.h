@@ -1,0 +1,71 @@
+// Which tile comes when, and which key blocks it needs. Pure functions of integers, shared by the host, the kernels and
+// the CPU tests.
+#pragma once
+
+#include <cstdint>
+
+#include "host/params.h"
+
+#if defined(__CUDACC__)
+#define FLASH_ATTN3_HD __host__ __device__ __forceinline__
+#else
+#define FLASH_ATTN3_HD inline
+#endif
+
+namespace flash_attn3 {
+
+constexpr int kRowsPerWarpgroup = 64;
+
+// Columns of a shared-memory chunk and its TMA box: a 128-byte swizzle where it divides both head dims, else 64 bytes.
+constexpr int chunk_columns(int head_dim, int head_dim_v) { return head_dim % 64 == 0 && head_dim_v % 64 == 0 ? 64 : 32; }
+
+struct Tile {
+  int32_t query_block;  // -1: no tile
+  int32_t head;
+  int32_t batch;
+};
+
+// Key blocks that 64 rows walk, from key_blocks - 1 down to 0. The first `unmasked` of them need no mask.
+struct KeyRange {
+  int32_t key_blocks;
+  int32_t unmasked;
+};
+
+FLASH_ATTN3_HD int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
+FLASH_ATTN3_HD int32_t max_int(int32_t a, int32_t b) { return a > b ? a : b; }
+FLASH_ATTN3_HD int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
+
+// Position `step` of CTA `cta` in a grid without a counter. Odd rounds run backwards, so that a CTA which got the longest
+// tile of one round gets the shortest of the next.
+FLASH_ATTN3_HD int64_t static_position(int32_t cta, int32_t grid, int32_t step) {
+  return int64_t(step) * grid + (step & 1 ? grid - 1 - cta : cta);
+}
+
+// The tile at a position of the order; longest first when causal.
+FLASH_ATTN3_HD Tile tile_at(TileOrder const& order, int32_t heads, bool causal, int64_t position) {
+  if (position >= order.num_tiles) return {-1, 0, 0};
+  int32_t const p = int32_t(position);
+  int32_t const tiles_per_group = order.group * order.query_blocks;
+  int32_t const first_head = p / tiles_per_group * order.group;
+  int32_t const in_group = p % tiles_per_group;
+  int32_t const group = min_int(order.group, order.virtual_heads - first_head);
+  int32_t const block = in_group / group;
+  int32_t const virtual_head = first_head + in_group % group;
+  return {causal ? order.query_blocks - 1 - block : block, virtual_head % heads, virtual_head / heads};
+}
+
+// Keys that row `row` sees are [0, visible_keys): all, or up to the diagonal that ends at the bottom right.
+FLASH_ATTN3_HD int32_t visible_keys(int32_t row, int32_t seqlen_q, int32_t seqlen_k, bool causal) {
+  return causal ? max_int(0, min_int(seqlen_k, row + 1 + seqlen_k - seqlen_q)) : seqlen_k;
+}
+
+// Rows [row_begin, row_end), of which those past seqlen_q do not count.
+FLASH_ATTN3_HD KeyRange key_range(int32_t row_begin, int32_t row_end, int32_t seqlen_q, int32_t seqlen_k, bool causal,
+                                  int32_t block_n) {
+  if (row_begin >= seqlen_q) return {0, 0};
+  int32_t const last = visible_keys(min_int(row_end, seqlen_q) - 1, seqlen_q, seqlen_k, causal);
+  int32_t const first = visible_keys(row_begin, seqlen_q, seqlen_k, causal);
+  return {ceil_div(last, block_n), first / block_n};
+}
+
+}  // namespace flash_attn3

@@ -1,0 +1,24 @@
+// The kernels of this build, generated from csrc/instances.py. The index of a row is its id.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "host/params.h"
+
+namespace flash_attn3 {
+
+struct KernelRow {
+  char const* name;
+  char const* op;
+  char const* dtype;  // "bf16" or "fp16"
+  int head_dim;       // largest that the tile takes; smaller ones are filled up with zeros by TMA
+  int head_dim_v;
+  int block_m;  // query rows of a CTA
+  int block_n;  // keys of a step
+  void (*launch)(ForwardParams const& params, int grid, cudaStream_t stream);
+};
+
+extern KernelRow const kKernelTable[];
+extern int const kKernelCount;
+
+}  // namespace flash_attn3

@@ -1,0 +1,49 @@
+#include "host/plan.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "host/geometry.h"
+
+namespace flash_attn3 {
+namespace {
+
+// K and V of the heads that a group walks together stay below half of the 60 MB of L2.
+constexpr int64_t kGroupBytes = int64_t(32) << 20;
+
+}  // namespace
+
+int select_forward(ForwardProblem const& problem) {
+  int best = -1;
+  for (int id = 0; id < kKernelCount; ++id) {
+    KernelRow const& row = kKernelTable[id];
+    if (std::strcmp(row.op, "forward") != 0 || (std::strcmp(row.dtype, "bf16") == 0) != problem.bf16) continue;
+    if (row.head_dim < problem.head_dim || row.head_dim_v < problem.head_dim_v) continue;
+    if (best >= 0) {
+      KernelRow const& other = kKernelTable[best];
+      if (row.head_dim + row.head_dim_v >= other.head_dim + other.head_dim_v) continue;
+    }
+    best = id;
+  }
+  return best;
+}
+
+TileOrder plan_order(ForwardProblem const& problem, int block_m) {
+  TileOrder order;
+  order.query_blocks = ceil_div(int32_t(problem.seqlen_q), block_m);
+  order.virtual_heads = int32_t(problem.batch * problem.heads);
+  order.num_tiles = order.query_blocks * order.virtual_heads;
+  order.group = 1;  // query blocks of one head follow each other: its K and V are read by neighbours at the same time
+  if (problem.causal) {
+    int64_t const head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v);
+    int64_t const kv_heads = std::max<int64_t>(1, kGroupBytes / std::max<int64_t>(1, head_bytes));
+    order.group = int32_t(std::clamp<int64_t>(kv_heads * (problem.heads / problem.kv_heads), 1, order.virtual_heads));
+  }
+  return order;
+}
+
+bool uses_counter(ForwardProblem const& problem, TileOrder const& order, int grid) {
+  return problem.causal && order.num_tiles > grid;
+}
+
+}  // namespace flash_attn3

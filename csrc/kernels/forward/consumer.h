@@ -1,0 +1,257 @@
+// A consumer warpgroup: 64 query rows of a tile, keys walked from right to left.
+//   S = Q K^T ; P = exp2(c S - reference) ; O += P V ; O /= row sum ; LSE
+// In a step the warpgroup issues O += P V of the block before and S = Q K^T of this one together, waits for both and does
+// the softmax while the tensor cores work for the other warpgroups. Blocks that need a mask come first, in a loop of their
+// own; the hot loop has neither compares nor a row maximum.
+// Every warpgroup walks the blocks that its own rows need and only releases the others, so that the diagonal of a causal
+// tile costs 64 rows' width, and warpgroups are free to drift apart.
+#pragma once
+
+#include <cute/algorithm/gemm.hpp>
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "host/geometry.h"
+#include "kernels/common/pipeline.h"
+#include "kernels/common/softmax.h"
+#include "kernels/forward/config.h"
+
+namespace flash_attn3 {
+
+template <class Config>
+struct Consumer {
+  using Element = typename Config::Element;
+  using Storage = ForwardStorage<Config>;
+  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kScores = kBlockN / 2;            // accumulators of S a thread
+  static constexpr int kOutputs = Config::kHeadDimV / 2;  // accumulators of O a thread
+
+  ForwardParams const& params;
+  Storage& storage;
+  int const warpgroup;
+  int const thread;  // in the warpgroup
+  PipelineState<Config::kStages> key_state{Role::kConsumer}, value_state{Role::kConsumer};
+  uint32_t query_phase = 0;
+
+  __device__ __forceinline__ Consumer(ForwardParams const& p, Storage& s, int wg)
+      : params(p), storage(s), warpgroup(wg), thread(threadIdx.x % 128) {}
+
+  __device__ __forceinline__ void run() {
+    PipelineState<kTileSlots> slot(Role::kConsumer);
+    while (true) {
+      storage.tile_full[slot.stage].wait(slot.phase);
+      Tile const tile = storage.tile[slot.stage];
+      release(storage.tile_empty[slot.stage]);
+      slot.advance();
+      if (tile.query_block < 0) break;
+      process(tile);
+    }
+    if (thread == 0) cute::tma_store_wait<0>();  // the buffer of O lives as long as the CTA
+  }
+
+  // One arrival a warp: each warp's quarter of a WGMMA retires on its own.
+  template <class Barrier>
+  __device__ __forceinline__ void release(Barrier& barrier) {
+    __syncwarp();
+    if (thread % 32 == 0) barrier.arrive();
+  }
+  __device__ __forceinline__ void release_keys() {
+    release(storage.key_empty[key_state.stage]);
+    key_state.advance();
+  }
+  __device__ __forceinline__ void release_values() {
+    release(storage.value_empty[value_state.stage]);
+    value_state.advance();
+  }
+
+  __device__ __forceinline__ void process(Tile const tile) {
+    int const tile_row = tile.query_block * Config::kBlockM;
+    int const row = tile_row + warpgroup * kRowsPerWarpgroup;
+    auto range = [&](int begin, int end) {
+      return key_range(begin, end, params.seqlen_q, params.seqlen_k, params.causal, kBlockN);
+    };
+    int const tile_blocks = range(tile_row, tile_row + Config::kBlockM).key_blocks;
+    KeyRange const keys = range(row, row + kRowsPerWarpgroup);
+
+    for (int block = tile_blocks; block > keys.key_blocks; --block) {
+      storage.key_full[key_state.stage].wait(key_state.phase);
+      release_keys();
+      storage.value_full[value_state.stage].wait(value_state.phase);
+      release_values();
+    }
+    if (row >= params.seqlen_q) return;
+
+    float o[kOutputs];
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
+    OnlineSoftmax<Element> softmax(params.scale_log2);
+    if (keys.key_blocks > 0) attend(keys, row, softmax, o);
+    store(tile, row, softmax, o);
+  }
+
+  __device__ __forceinline__ void attend(KeyRange const keys, int row, OnlineSoftmax<Element>& softmax,
+                                         float (&o)[kOutputs]) {
+    float s[kScores];
+    uint32_t p[kScores / 2];
+    int block = keys.key_blocks - 1;
+    storage.query_full[warpgroup].wait(query_phase);
+    query_phase ^= 1;
+    storage.key_full[key_state.stage].wait(key_state.phase);
+    cute::warpgroup_arrive();
+    multiply_qk(s);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence(s);
+    release_keys();
+    if (block >= keys.unmasked) mask(s, block, row);
+    softmax.exact(s, p, o);
+
+    for (--block; block >= keys.unmasked; --block) {
+      multiply_both(s, p, o);
+      mask(s, block, row);
+      softmax.exact(s, p, o);
+    }
+    for (; block >= 0; --block) {
+      multiply_both(s, p, o);
+      softmax.unchecked_maximum(s, p, o);
+    }
+    release(storage.query_empty[warpgroup]);
+
+    storage.value_full[value_state.stage].wait(value_state.phase);
+    fence(o);
+    cute::warpgroup_arrive();
+    multiply_pv(p, o);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence(o);
+    release_values();
+  }
+
+  // O += P V of the block before, S = Q K^T of this one.
+  __device__ __forceinline__ void multiply_both(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs]) {
+    storage.value_full[value_state.stage].wait(value_state.phase);
+    storage.key_full[key_state.stage].wait(key_state.phase);
+    fence(s);
+    fence(o);
+    cute::warpgroup_arrive();
+    multiply_pv(p, o);
+    multiply_qk(s);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence(s);
+    fence(o);
+    release_values();
+    release_keys();
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void fence(float (&accumulators)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(accumulators[i]);
+  }
+
+  // The accumulator of a warpgroup's 64 x (8 * atoms) tile, as WGMMA numbers its registers.
+  template <int kCount>
+  static __device__ __forceinline__ auto accumulator(float (&values)[kCount]) {
+    using namespace cute;
+    return make_tensor(&values[0], Layout<Shape<Shape<_2, _2, Int<kCount / 4>>, _1, _1>>{});
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void multiply_qk(float (&s)[kScores]) {
+    using namespace cute;
+    typename Config::MmaQk mma;
+    auto const slice = mma.get_slice(0);
+    Tensor sQ = make_tensor(make_smem_ptr(storage.q[warpgroup]), typename Config::LayoutQ{});  // (64, D)
+    Tensor sK = make_tensor(make_smem_ptr(storage.k), typename Config::LayoutK{});             // (N, D, STAGES)
+    Tensor tSrQ = slice.partition_fragment_A(sQ);                                              // (MMA, 1, D/16)
+    Tensor tSrK = slice.partition_fragment_B(sK)(_, _, _, key_state.stage);                  // (MMA, 1, D/16)
+    Tensor tSrS = accumulator(s);
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+    for (int k = 0; k < size<2>(tSrQ); ++k) {
+      cute::gemm(mma, tSrQ(_, _, k), tSrK(_, _, k), tSrS);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+  }
+
+  // O += P V
+  __device__ __forceinline__ void multiply_pv(uint32_t (&p)[kScores / 2], float (&o)[kOutputs]) {
+    using namespace cute;
+    typename Config::MmaPv mma;
+    auto const slice = mma.get_slice(0);
+    Tensor sVt = make_tensor(make_smem_ptr(storage.v), typename Config::LayoutVt{});            // (DV, N, STAGES)
+    Tensor tOrV = slice.partition_fragment_B(sVt)(_, _, _, value_state.stage);                // (MMA, 1, N/16)
+    // Accumulators of S, packed in pairs, are the A operand as they lie: (MMA, 1, N/16).
+    Tensor tOrP = make_tensor(reinterpret_cast<Element*>(&p[0]),
+                              Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
+    Tensor tOrO = accumulator(o);
+#pragma unroll
+    for (int k = 0; k < size<2>(tOrP); ++k) cute::gemm(mma, tOrP(_, _, k), tOrV(_, _, k), tOrO);
+  }
+
+  // Scores of keys that a row does not see become -inf. Columns are compile-time numbers against a limit per row.
+  __device__ __forceinline__ void mask(float (&s)[kScores], int block, int row) {
+    int const first_row = row + thread / 32 * 16 + thread % 32 / 4;
+    int const first_column = block * kBlockN + thread % 4 * 2;
+    int limit[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      limit[r] = visible_keys(first_row + 8 * r, params.seqlen_q, params.seqlen_k, params.causal) - first_column;
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      if (i / 4 * 8 + i % 2 >= limit[(i >> 1) & 1]) s[i] = -INFINITY;
+    }
+  }
+
+  // O through shared memory and TMA, which clips rows and columns outside the tensor; LSE straight from registers.
+  __device__ __forceinline__ void store(Tile const tile, int row, OnlineSoftmax<Element>& softmax,
+                                        float (&o)[kOutputs]) {
+    using namespace cute;
+    int const lane = thread % 32, warp = thread / 32;
+    float inverse[2], lse[2];
+    softmax.finish(params.scale, inverse, lse);
+    if (lane % 4 == 0) {
+      int64_t const head = int64_t(tile.batch) * params.heads + tile.head;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        int const i = row + warp * 16 + lane / 4 + 8 * r;
+        if (i < params.seqlen_q) params.lse[head * params.seqlen_q + i] = lse[r];
+      }
+    }
+
+    constexpr int kColumns = Config::kOutputColumns;
+    Tensor sO = make_tensor(make_smem_ptr(storage.o[warpgroup]), typename Config::LayoutO{});  // (64, columns)
+    // STSM.x4: lanes 8i..8i+7 hold the row addresses of 8x8 matrix i: rows 0-7 or 8-15, left or right 8 columns.
+    int const stsm_row = warp * 16 + lane % 16, stsm_column = lane / 16 * 8;
+#pragma unroll
+    for (int round = 0; round < Config::kOutputRounds; ++round) {
+      if (thread == 0) tma_store_wait<0>();  // the copy before has read the buffer
+      cutlass::arch::NamedBarrier::sync(128, warpgroup);
+#pragma unroll
+      for (int column = 0; column < kColumns; column += 16) {
+        int const first = (round * kColumns + column) / 2;  // accumulators of 16 columns: 8
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          packed[j] = Packed<Element>::pack(o[first + 2 * j] * inverse[j & 1], o[first + 2 * j + 1] * inverse[j & 1]);
+        }
+        auto& target = reinterpret_cast<uint128_t&>(sO(stsm_row, column + stsm_column));
+        SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], target);
+      }
+      tma_store_fence();
+      cutlass::arch::NamedBarrier::sync(128, warpgroup);
+      if (thread == 0) {
+#pragma unroll
+        for (int column = 0; column < kColumns; column += Config::kChunk) {
+          SM90_TMA_STORE_4D::copy(&params.map_o, storage.o[warpgroup] + column * kRowsPerWarpgroup,
+                                  round * kColumns + column, row, tile.head, tile.batch);
+        }
+        tma_store_arrive();
+      }
+    }
+  }
+};
+
+}  // namespace flash_attn3
