@@ -1,0 +1,20 @@
+"""Exact attention for NVIDIA Hopper GPUs, and the same semantics in plain PyTorch everywhere else.
+
+    from flash_attn3 import flash_attn_func
+    out = flash_attn_func(q, k, v, causal=True)        # (B, S, H, D), float16 or bfloat16
+
+`python -m flash_attn3` says what is installed; `explain` says how a call runs.
+"""
+
+from flash_attn3.interface import attention, explain, flash_attn_func, flash_attn_qkvpacked_func
+from flash_attn3.sdpa import scaled_dot_product_attention
+from flash_attn3.version import __version__
+
+__all__ = [
+    "__version__",
+    "attention",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,265 @@
+"""What FlashAttention-3's users reach below its Python functions: the operators `torch.ops.flash_attn_3.*`, and the two
+functions `_flash_attn_forward` and `_flash_attn_backward` that libraries call from autograd Functions of their own.
+
+Names, argument orders and schemas are those of FlashAttention-3. Importing this module registers the operators;
+`import flash_attn3` alone does not. Two sets: the raw `fwd` and `bwd`, whose schemas return an alias of an argument and
+so cannot be traced, and the operators `_flash_attn_*`, which have fakes and declare what they write.
+Dense tensors only: variable-length and KV-cache arguments raise NotImplementedError. None of them is differentiable.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import autograd, checks, dispatch
+from flash_attn3.portable import empty_outputs
+
+_library = torch.library.Library("flash_attn_3", "DEF")
+_OPTIONS = "float? softmax_scale, bool causal, int window_size_left, int window_size_right"
+_FORWARD = (
+    "Tensor q, Tensor k, Tensor v, Tensor? qv, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    f"{_OPTIONS}, int attention_chunk, float softcap"
+)
+_TRACEABLE = (
+    f"_flash_attn_forward({_FORWARD}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"_flash_attn_forward_out({_FORWARD}, Tensor(a!) out) -> (Tensor, Tensor, Tensor)",
+    "_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_OPTIONS}, float softcap) -> Tensor",
+)
+_RAW = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
+    "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, "
+    "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) "
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)",
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "fwd_combine(Tensor out_partial, Tensor lse_partial, Tensor(out!)? out=None, ScalarType? out_dtype=None) "
+    "-> (Tensor(out!), Tensor)",
+    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, "
+    "int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? leftpad_k=None, "
+    "int? page_size=None, int max_seqlen_k_new=0, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, int attention_chunk=0, bool has_softcap=False, int num_splits=0, bool? pack_gqa=None, "
+    "int sm_margin=0) -> Tensor",
+)
+for _schema in _TRACEABLE:
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+for _schema in _RAW:
+    _library.define(_schema)
+
+
+def _refuse(function: str, **arguments) -> None:
+    """Raise for every argument that has no backend yet and is not at its default."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise NotImplementedError(
+            f"{function}: {', '.join(given)}: variable-length batches and KV caches are not implemented in this "
+            "version; dense (batch, seqlen, heads, head_dim) tensors work"
+        )
+
+
+def _forward(q, k, v, qv, descales, softmax_scale, causal, window, attention_chunk, softcap, sm_margin, out, function):
+    """out and lse by the backend that dispatch chooses, into the caller's `out` if there is one."""
+    checks.dense(q, k, v, qv, *descales, False, function)
+    if softmax_scale is None:
+        softmax_scale = q.shape[3] ** -0.5
+    checks.options(softmax_scale, window, attention_chunk, softcap, sm_margin)
+    window = dispatch.normalize_window(window, causal, q.shape[1], k.shape[1])
+    has_descale = any(x is not None for x in descales)
+    problem = dispatch.problem_of(q, k, v, softmax_scale, window, attention_chunk, softcap, qv is not None, has_descale)
+    kernel = dispatch.use_kernel(problem, None)
+    if out is None:
+        return autograd.forward(q, k, v, qv, *descales, softmax_scale, window, attention_chunk, softcap, kernel)
+    shape = (*q.shape[:3], v.shape[3])
+    dtype = torch.bfloat16 if q.dtype == checks.FP8 else q.dtype
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != q.device:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}, dtype {out.dtype}, device {out.device}; "
+            f"it must be {shape}, {dtype}, {q.device}"
+        )
+    if kernel:
+        return out, torch.ops.flash_attn3.forward_out.default(q, k, v, out, softmax_scale, window[1] == 0)
+    result, lse = autograd.forward(q, k, v, qv, *descales, softmax_scale, window, attention_chunk, softcap, False)
+    return out.copy_(result), lse
+
+
+def _backward(dout, q, k, v, out, lse, softmax_scale, causal, window, softcap, sm_margin, grads, function):
+    """dq, dk, dv, written into those of `grads` that are not None."""
+    checks.dense(q, k, v, None, None, None, None, False, function)
+    checks.gradients(dout, q, v, out, lse)
+    if softmax_scale is None:
+        softmax_scale = q.shape[3] ** -0.5
+    checks.options(softmax_scale, window, 0, softcap, sm_margin)
+    for name, x, grad in zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True):
+        if grad is not None and (grad.shape != x.shape or grad.dtype != x.dtype or grad.device != x.device):
+            raise ValueError(
+                f"{name} has shape {tuple(grad.shape)}, dtype {grad.dtype}, device {grad.device}; "
+                f"it must be {tuple(x.shape)}, {x.dtype}, {x.device}"
+            )
+    window = dispatch.normalize_window(window, causal, q.shape[1], k.shape[1])
+    results = torch.ops.flash_attn3.portable_backward.default(
+        dout, None, q, k, v, None, out, lse, softmax_scale, *window, 0, softcap
+    )[:3]
+    return [x if grad is None else grad.copy_(x) for x, grad in zip(results, grads, strict=True)]
+
+
+def _no_partials(q: Tensor) -> Tensor:
+    """Partial results of splits stay inside: their places in the outputs hold an empty fp32 tensor."""
+    return torch.empty(0, dtype=torch.float32, device=q.device)
+
+
+def _traceable_forward(q, k, v, qv, q_descale, k_descale, v_descale, scale, causal, left, right, chunk, softcap):
+    descales = (q_descale, k_descale, v_descale)
+    out, lse = _forward(
+        q, k, v, qv, descales, scale, causal, (left, right), chunk, softcap, 0, None, "_flash_attn_forward"
+    )
+    return out, lse, _no_partials(q), _no_partials(q)
+
+
+def _traceable_forward_out(
+    q, k, v, qv, q_descale, k_descale, v_descale, scale, causal, left, right, chunk, softcap, out
+):
+    descales = (q_descale, k_descale, v_descale)
+    _, lse = _forward(
+        q, k, v, qv, descales, scale, causal, (left, right), chunk, softcap, 0, out, "_flash_attn_forward"
+    )
+    return lse, _no_partials(q), _no_partials(q)
+
+
+def _traceable_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, scale, causal, left, right, softcap):
+    _backward(
+        dout, q, k, v, out, softmax_lse, scale, causal, (left, right), softcap, 0, (dq, dk, dv), "_flash_attn_backward"
+    )
+    return (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+
+
+_library.impl("_flash_attn_forward", _traceable_forward, "CompositeExplicitAutograd")
+_library.impl("_flash_attn_forward_out", _traceable_forward_out, "CompositeExplicitAutograd")
+_library.impl("_flash_attn_backward", _traceable_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("flash_attn_3::_flash_attn_forward", lib=_library)
+def _(q, k, v, *_options):
+    return (*empty_outputs(q, v), _no_partials(q), _no_partials(q))
+
+
+@torch.library.register_fake("flash_attn_3::_flash_attn_forward_out", lib=_library)
+def _(q, k, v, *_options):
+    return empty_outputs(q, v)[1], _no_partials(q), _no_partials(q)
+
+
+@torch.library.register_fake("flash_attn_3::_flash_attn_backward", lib=_library)
+def _(dout, q, *_options):
+    return torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+
+
+def _fwd(
+    q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
+    leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
+    v_descale=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
+    softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    _refuse(
+        "flash_attn_3.fwd", k_new=k_new, v_new=v_new, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
+        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        seqlens_rotary=seqlens_rotary,
+    )  # fmt: skip
+    out, lse = _forward(
+        q, k, v, q_v, (q_descale, k_descale, v_descale), softmax_scale, is_causal,
+        (window_size_left, window_size_right), attention_chunk, softcap, sm_margin, out, "flash_attn_3.fwd",
+    )  # fmt: skip
+    return out, lse, _no_partials(q), _no_partials(q)
+
+
+def _bwd(
+    dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+    seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    _refuse(
+        "flash_attn_3.bwd", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+        seqused_k=seqused_k,
+    )  # fmt: skip
+    results = _backward(
+        dout, q, k, v, out, softmax_lse, softmax_scale, is_causal, (window_size_left, window_size_right), softcap,
+        sm_margin, (dq, dk, dv), "flash_attn_3.bwd",
+    )  # fmt: skip
+    # Gradients that the caller owns are not returned: the schema has no alias there.
+    grads = [x if given is None else _no_partials(q) for x, given in zip(results, (dq, dk, dv), strict=True)]
+    return (*grads, _no_partials(q), _no_partials(q))
+
+
+def _fwd_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    raise NotImplementedError("flash_attn_3.fwd_combine: merging partial results is not implemented in this version")
+
+
+def _get_scheduler_metadata(*_arguments, **_options):
+    raise NotImplementedError(
+        "flash_attn_3.get_scheduler_metadata: no call takes scheduler metadata in this version; leave it out"
+    )
+
+
+_library.impl("fwd", _fwd, "CompositeExplicitAutograd")
+_library.impl("bwd", _bwd, "CompositeExplicitAutograd")
+_library.impl("fwd_combine", _fwd_combine, "CompositeExplicitAutograd")
+_library.impl("get_scheduler_metadata", _get_scheduler_metadata, "CompositeExplicitAutograd")
+
+
+def _flash_attn_forward(
+    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
+    leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
+    v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
+    softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """(out, softmax_lse, out_accum, softmax_lse_accum) of dense tensors, not differentiable.
+
+    Arguments as in flash_attn_func. out_ (B, Sq, H, Dv), any strides, is written and returned as out. The last two are
+    empty fp32 tensors of shape (0,). Variable-length and KV-cache arguments raise NotImplementedError.
+    """
+    _refuse(
+        "_flash_attn_forward", k_new=k_new, v_new=v_new, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
+        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        seqlens_rotary=seqlens_rotary,
+    )  # fmt: skip
+    if softmax_scale is None:
+        softmax_scale = (q.shape[-1] + (0 if qv is None else v.shape[-1])) ** -0.5
+    arguments = (
+        q, k, v, qv, q_descale, k_descale, v_descale, softmax_scale, causal, window_size_left, window_size_right,
+        attention_chunk, softcap,
+    )  # fmt: skip
+    if out_ is None:
+        return torch.ops.flash_attn_3._flash_attn_forward.default(*arguments)
+    return (out_, *torch.ops.flash_attn_3._flash_attn_forward_out.default(*arguments, out_))
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    """Writes the gradients of dense attention into dq, dk, dv (any strides), from the out and softmax_lse passed in.
+
+    Arguments as in flash_attn_func. Returns softmax_d (B, H, Sq) fp32, the row sums of dout * out.
+    """
+    _refuse(
+        "_flash_attn_backward", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sequed_q=sequed_q,
+        sequed_k=sequed_k,
+    )  # fmt: skip
+    for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
+        if grad is None:
+            raise ValueError(f"{name} is None; _flash_attn_backward writes into tensors that the caller allocates")
+    return torch.ops.flash_attn_3._flash_attn_backward.default(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, is_causal, window_size_left, window_size_right,
+        softcap,
+    )  # fmt: skip

@@ -1,0 +1,224 @@
+"""Dense attention for model code: `flash_attn_func` and `flash_attn_qkvpacked_func` with the signatures that
+FlashAttention-3's users know, and `attention`, which also takes fp32 and fp64 and names its backend.
+
+All of them are one computation. With scale = softmax_scale, row i at position p = i + Sk - Sq and key j:
+
+    s_ij = scale * q_i . k_j [+ scale * qv_i . v_j];  with softcap c > 0: s -> c * tanh(s / c)
+    visible: causal j <= p;  window p - left <= j <= p + right (inclusive, -1 unbounded);  chunk j // c == p // c
+    lse_i = log sum_j exp(s_ij);  out_i = sum_j exp(s_ij - lse_i) v_j;  without a visible key out 0 and lse -inf
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import autograd, checks, dispatch
+
+_forward = torch.ops.flash_attn3.forward.default
+_has_kernels = dispatch.has_kernels
+_MAX_HEAD_DIM = dispatch.MAX_HEAD_DIM
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+):
+    """Exact attention of dense tensors; differentiable in q, k, v (and qv).
+
+    Arguments:
+        q: (B, Sq, H, D), float16, bfloat16 or float8_e4m3fn, any strides.
+        k, v: (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv), q's dtype; H a multiple of Hkv, query head h reads h // (H / Hkv).
+        softmax_scale: multiplies the scores; None is D ** -0.5, with qv (D + Dv) ** -0.5.
+        causal: row i sees keys j <= i + Sk - Sq (bottom-right), whatever the window's right bound says.
+        qv: (B, Sq, H, Dv), 16-bit: the scores are q.k + qv.v.
+        q_descale, k_descale, v_descale: (B, Hkv) float32, factors of float8_e4m3fn inputs; None is 1.
+        window_size: (left, right), inclusive bounds around i + Sk - Sq, -1 unbounded: the last W tokens are (W - 1, 0).
+        attention_chunk: c > 0 lets row i see only keys with j // c == (i + Sk - Sq) // c.
+        softcap: c > 0 replaces scores s by c * tanh(s / c).
+        num_splits, pack_gqa, sm_margin: change speed only.
+        deterministic: gradients are bitwise repeatable, also without it.
+        return_attn_probs: return (out, lse).
+
+    Returns out (B, Sq, H, Dv), contiguous, in q's dtype (bfloat16 for float8_e4m3fn); with return_attn_probs also lse
+    (B, H, Sq) float32, the natural log of the sum of exp of the visible scores, itself differentiable. A row without a
+    visible key has out 0, lse -inf and zero gradients.
+
+    Raises ValueError or RuntimeError for tensors and numbers that do not fit, NotImplementedError for what no backend
+    does; all name the argument. `flash_attn3.explain` takes the same arguments and says which backend runs them.
+    """
+    # The common call: every option at its default, on a Hopper GPU, no gradient. The operator checks the tensors.
+    if (
+        qv is None
+        and q_descale is None
+        and k_descale is None
+        and v_descale is None
+        and not attention_chunk
+        and not softcap
+        and window_size == (-1, -1)
+        and sm_margin >= 0
+        and q.is_cuda
+        and _has_kernels(q.get_device())
+        and (q.dtype is torch.bfloat16 or q.dtype is torch.float16)
+        and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+    ):
+        head_dim = q.shape[-1]
+        if 0 < head_dim <= _MAX_HEAD_DIM and v.shape[-1] <= _MAX_HEAD_DIM:
+            out, lse = _forward(q, k, v, head_dim**-0.5 if softmax_scale is None else softmax_scale, bool(causal))
+            return (out, lse) if return_attn_probs else out
+    descales = (q_descale, k_descale, v_descale)
+    out, lse = _attend(
+        q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
+        wide=False, backend=None, function="flash_attn_func",
+    )  # fmt: skip
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+):
+    """`flash_attn_func` of q, k, v that are slices of one tensor; nothing is copied.
+
+    qkv is (B, S, 3, H, D), or with num_heads_q (B, S, num_heads_q + 2 * Hkv, D): the query heads, then the key heads,
+    then the value heads. The other arguments, the result and the errors are those of flash_attn_func.
+    """
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None:
+        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+        if num_heads_q < 1 or kv_heads < 1 or rest:
+            raise ValueError(
+                f"num_heads_q is {num_heads_q}; dim 2 of qkv, {qkv.shape[2]}, must be num_heads_q + 2 * Hkv"
+            )
+        q, k, v = qkv.split((num_heads_q, kv_heads, kv_heads), 2)
+    else:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)}; it must be (batch, seqlen, 3, heads, head_dim), or "
+            "(batch, seqlen, heads_q + 2 * heads_kv, head_dim) with num_heads_q"
+        )
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    attention_chunk: int = 0,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+):
+    """flash_attn_func with fp32 and fp64 as further dtypes (on the portable backend) and a choice of backend.
+
+    Arguments that flash_attn_func has too mean the same. For float64 inputs lse is float64.
+        return_lse: return (out, lse).
+        backend: None chooses; "kernel" raises NotImplementedError with the reasons where the kernels cannot run the
+            call; "portable" never uses them.
+    """
+    descales = (q_descale, k_descale, v_descale)
+    out, lse = _attend(
+        q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, 0,
+        wide=True, backend=backend, function="attention",
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> dispatch.Explanation:
+    """How flash_attn_func (or attention, for fp32 and fp64) would run with these arguments; runs nothing.
+
+    Returns an Explanation: `backend` ("kernel" or "portable"), `kernel` (the row of the kernel table, or None),
+    `reasons` (why not the kernels) and `backward`; print it to read it. Arguments that do not fit raise as in the call.
+    """
+    descales = (q_descale, k_descale, v_descale)
+    problem = _problem(
+        q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin, True, "explain"
+    )
+    return dispatch.explain_problem(problem)
+
+
+def _problem(
+    q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin, wide, function
+) -> dispatch.Problem:
+    """Check all arguments and put the numbers together."""
+    checks.dense(q, k, v, qv, *descales, wide, function)
+    if softmax_scale is None:
+        softmax_scale = (q.shape[3] + (0 if qv is None else v.shape[3])) ** -0.5
+    softmax_scale, softcap = float(softmax_scale), float(softcap)
+    checks.options(softmax_scale, window_size, attention_chunk, softcap, sm_margin)
+    window = dispatch.normalize_window(window_size, causal, q.shape[1], k.shape[1])
+    has_descale = any(x is not None for x in descales)
+    return dispatch.problem_of(q, k, v, softmax_scale, window, attention_chunk, softcap, qv is not None, has_descale)
+
+
+def _attend(q, k, v, qv, descales, *options, wide, backend, function) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with any options, those of `_problem`: check, choose the backend, run, with a gradient."""
+    problem = _problem(q, k, v, qv, descales, *options, wide, function)
+    numbers = (problem.softmax_scale, problem.window, problem.attention_chunk, problem.softcap)
+    kernel = dispatch.use_kernel(problem, backend)
+    needs_grad = q.requires_grad or k.requires_grad or v.requires_grad or (qv is not None and qv.requires_grad)
+    if not (needs_grad and torch.is_grad_enabled()):
+        return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
+    if q.dtype == checks.FP8:
+        raise NotImplementedError("q, k, v: float8_e4m3fn has no gradient; use torch.no_grad() or 16-bit inputs")
+    # torch.compile refuses one tensor in two places of an autograd.Function.
+    if k is q:
+        k = k.view_as(k)
+    if v is q or v is k:
+        v = v.view_as(v)
+    if qv is q:
+        qv = qv.view_as(qv)
+    return autograd.Attention.apply(q, k, v, qv, *numbers, kernel)

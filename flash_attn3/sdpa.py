@@ -1,0 +1,87 @@
+"""A drop-in for torch.nn.functional.scaled_dot_product_attention: the kernels where they apply, torch's own elsewhere.
+
+The kernels take 16-bit (N, .., H, L, E) tensors on a Hopper GPU without attn_mask and dropout. torch's causal mask is
+aligned top-left: row i sees keys j <= i. For L == S that is the kernels' bottom-right mask, for L < S it is that mask
+after the keys from L on are dropped, and L > S goes to torch. Masks, dropout, fp32, fp64 and other devices do too.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn3 import autograd, dispatch
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(query key^T * scale) value, with the semantics of torch's function of the same name.
+
+    query (N, .., H, L, E), key (N, .., Hkv, S, E), value (N, .., Hkv, S, Ev); Hkv == H, or with enable_gqa a divisor of
+    it. scale None is E ** -0.5. Returns (N, .., H, L, Ev) with the dtype of query and its order of dims in memory, as
+    torch's flash backend does. Casts to the autocast dtype under autocast. Differentiable. Errors are torch's, and
+    RuntimeError for attn_mask with is_causal.
+    """
+    if attn_mask is not None and is_causal:  # torch documents this error; some of its CPU paths go on
+        raise RuntimeError("attn_mask must be None with is_causal=True; put the causal mask into attn_mask instead")
+    if attn_mask is None and dropout_p == 0.0 and query.is_cuda and dispatch.has_kernels(query.get_device()):
+        if torch.is_autocast_enabled("cuda"):
+            query, key, value = _autocast(query, key, value)
+        if _kernels_apply(query, key, value, is_causal, scale, enable_gqa):
+            return _attend(query, key, value, is_causal, scale)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """What autocast does to the arguments of torch's function: floating point, except fp64, to the lower precision."""
+    dtype = torch.get_autocast_dtype("cuda")
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+def _kernels_apply(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> bool:
+    """Whether the tensors are plain, fit each other without broadcasting, and the kernels know the problem."""
+    if query.is_nested or key.is_nested or value.is_nested or not (query.dim() == key.dim() == value.dim() >= 3):
+        return False
+    *lead, heads, seqlen_q, head_dim = query.shape
+    *lead_k, kv_heads, seqlen_k, head_dim_k = key.shape
+    *lead_v, heads_v, seqlen_v, head_dim_v = value.shape
+    fits = (
+        query.dtype == key.dtype == value.dtype
+        and query.device == key.device == value.device
+        and lead == lead_k == lead_v
+        and (kv_heads, seqlen_k) == (heads_v, seqlen_v)
+        and head_dim == head_dim_k > 0 < head_dim_v
+        and (heads == kv_heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0))
+        and not (is_causal and seqlen_q > seqlen_k)
+    )
+    if not fits:
+        return False
+    scale = head_dim**-0.5 if scale is None else scale
+    problem = dispatch.Problem(query.device, query.dtype, seqlen_q, seqlen_k, head_dim, head_dim_v, scale)
+    return dispatch.use_kernel(problem, None)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    """The kernel on (N, .., H, L, E) tensors that `_kernels_apply` accepted."""
+    lead = query.shape[:-3]
+    if is_causal and key.shape[-2] != query.shape[-2]:
+        key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
+    if len(lead) != 1:
+        query, key, value = (x.flatten(0, -4) if lead else x.unsqueeze(0) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    out = autograd.attention_into(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, is_causal).transpose(1, 2)
+    if len(lead) != 1:
+        out = out.unflatten(0, lead) if lead else out.squeeze(0)
+    return out

@@ -1,0 +1,147 @@
+"""Which backend runs what: reasons as data, mocked devices (C25), normalised windows, explain."""
+
+import oracle
+import pytest
+import torch
+
+import flash_attn3
+from flash_attn3 import dispatch, ops
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Sets the compute capability that cuda:0 seems to have, with the extension loaded."""
+
+    def set_to(value):
+        monkeypatch.setattr(ops, "loaded", True)
+        monkeypatch.setattr(dispatch, "_hopper", {})
+        monkeypatch.setattr(dispatch, "capability", lambda index: value)
+
+    return set_to
+
+
+def problem(**changes):
+    base = dispatch.Problem(CUDA, torch.bfloat16, 128, 128, 64, 64, 0.125)
+    return base._replace(**changes)
+
+
+def test_hopper_runs_the_kernels(capability):
+    capability((9, 0))
+    for changes in (
+        {},
+        {"window": (-1, 0)},
+        {"dtype": torch.float16},
+        {"head_dim": 256, "head_dim_v": 256},
+        {"head_dim": 1, "head_dim_v": 3},
+        {"seqlen_q": 0},
+    ):
+        assert dispatch.reasons_not_supported(problem(**changes)) == [], changes
+        assert dispatch.use_kernel(problem(**changes), None)
+        assert not dispatch.use_kernel(problem(**changes), "portable")
+
+
+@pytest.mark.parametrize("found", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_are_portable_c25(capability, found):
+    capability(found)
+    reasons = dispatch.reasons_not_supported(problem())
+    assert len(reasons) == 1 and f"{found[0]}.{found[1]}" in reasons[0] and "9.0" in reasons[0]
+    assert not dispatch.use_kernel(problem(), None)
+    with pytest.raises(NotImplementedError, match=rf"{found[0]}\.{found[1]}.*9\.0"):
+        dispatch.use_kernel(problem(), "kernel")
+    assert not dispatch.has_kernels(0)
+
+
+def test_capability_is_that_of_the_tensors_device(monkeypatch):
+    monkeypatch.setattr(ops, "loaded", True)
+    monkeypatch.setattr(dispatch, "_hopper", {})
+    monkeypatch.setattr(dispatch, "capability", lambda index: (9, 0) if index == 1 else (8, 6))
+    assert dispatch.has_kernels(1) and not dispatch.has_kernels(0)
+    assert dispatch.reasons_not_supported(problem(device=torch.device("cuda", 1))) == []
+    assert "8.6" in dispatch.reasons_not_supported(problem())[0]
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"device": torch.device("cpu")}, "device cpu"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"dtype": torch.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"head_dim": 264}, "264"),
+        ({"head_dim_v": 512}, "512"),
+        ({"softmax_scale": 0.0}, "softmax_scale"),
+        ({"softmax_scale": -1.0}, "softmax_scale"),
+        ({"window": (5, 0)}, "window_size"),
+        ({"window": (-1, 3)}, "window_size"),
+        ({"attention_chunk": 4}, "attention_chunk"),
+        ({"softcap": 2.0}, "softcap"),
+        ({"has_qv": True}, "qv"),
+        ({"has_descale": True}, "q_descale"),
+    ],
+)
+def test_each_reason_names_its_argument(capability, changes, word):
+    capability((9, 0))
+    reasons = dispatch.reasons_not_supported(problem(**changes))
+    assert len(reasons) == 1 and word in reasons[0]
+    with pytest.raises(NotImplementedError, match=word):
+        dispatch.use_kernel(problem(**changes), "kernel")
+
+
+def test_without_the_extension(monkeypatch, capability):
+    capability((9, 0))
+    monkeypatch.setattr(ops, "loaded", False)
+    monkeypatch.setattr(ops, "load_error", "no extension here")
+    assert dispatch.reasons_not_supported(problem()) == ["no extension here"]
+    assert not dispatch.has_kernels(0)
+    assert ops.kernel_table() == []
+
+
+def test_normalised_windows_see_the_same_keys():
+    for sq in (1, 2, 5, 9):
+        for sk in (0, 1, 4, 9):
+            for left in (-1, 0, 1, 3, 8, 50):
+                for right in (-1, 0, 1, 3, 8, 50):
+                    for causal in (False, True):
+                        window = dispatch.normalize_window((left, right), causal, sq, sk)
+                        want = oracle.visible(sq, sk, causal=causal, window=(left, right))
+                        assert torch.equal(oracle.visible(sq, sk, window=window), want)
+                        assert window[1] == 0 or not causal
+
+
+def test_windows_that_are_none():
+    assert dispatch.normalize_window((127, 126), False, 128, 128) == (-1, 126)
+    assert dispatch.normalize_window((127, 127), False, 128, 128) == (-1, -1)
+    assert dispatch.normalize_window((127, 127), True, 128, 128) == (-1, 0)
+    assert dispatch.normalize_window((126, 0), False, 128, 128) == (126, 0)
+    assert dispatch.normalize_window((-1, 0), False, 1, 128) == (-1, 0)
+
+
+def test_explain():
+    q, k = torch.randn(1, 8, 4, 16).bfloat16(), torch.randn(1, 9, 2, 16).bfloat16()
+    how = flash_attn3.explain(q, k, k, causal=True, softcap=3.0, window_size=(2, 2))
+    assert how.backend == "portable" and how.kernel is None
+    text = str(how)
+    for word in ("portable", "device cpu", "softcap 3.0", "window_size (2, 0)", "backward"):
+        assert word in text, text
+    assert flash_attn3.explain(q.float(), k.float(), k.float()).backend == "portable"
+    with pytest.raises(ValueError, match="k has 9 keys and v 8"):
+        flash_attn3.explain(q, k, k[:, :8])
+
+
+@pytest.mark.skipif(not ops.loaded, reason="needs the extension")
+def test_explain_names_the_kernel(capability):
+    capability((9, 0))
+    names = {row["name"] for row in ops.kernel_table()}
+    how = dispatch.explain_problem(problem(head_dim=128, head_dim_v=128, window=(-1, 0)))
+    assert how.backend == "kernel" and how.kernel in names and how.reasons == ()
+    assert how.kernel in str(how)
+
+
+def test_backend_argument():
+    q = torch.randn(1, 8, 2, 16)
+    assert torch.equal(flash_attn3.attention(q, q, q), flash_attn3.attention(q, q, q, backend="portable"))
+    with pytest.raises(NotImplementedError, match="device cpu"):
+        flash_attn3.attention(q, q, q, backend="kernel")
+    with pytest.raises(ValueError, match="backend is 'cuda'"):
+        flash_attn3.attention(q, q, q, backend="cuda")

@@ -1,0 +1,208 @@
+"""Autograd: cases that users reported, views, the LSE's gradient, twice-differentiating, merging partial results."""
+
+import math
+
+import oracle
+import pytest
+import torch
+
+import flash_attn3
+
+torch.set_num_threads(1)  # the shapes are small, and a busy machine makes threads wait for each other
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def assert_gradients_close(got, q, k, v, dout, dlse=None, **options):
+    want = oracle.gradients(q, k, v, dout, dlse, **options)
+    base = oracle.gradients(q, k, v, dout, dlse, dtype=q.dtype, **options)
+    for name, *values in zip(("dq", "dk", "dv"), got, want, base, strict=True):
+        assert torch.isfinite(values[0]).all(), name
+        oracle.assert_close(name, *values, floor=1e-4)
+
+
+def very_negative(sq, sk, heads, d, dtype):
+    """Scores of about -120: every LSE is below log of the smallest float32."""
+    torch.manual_seed(sq + sk + d)
+    q, k = 0.1 * torch.randn(1, sq, heads, d), 0.1 * torch.randn(1, sk, heads, d)
+    q[..., 0], k[..., 0] = 1, -120 * math.sqrt(d)
+    return q.to(dtype), k.to(dtype), torch.randn(1, sk, heads, d).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d, length", [(32, 64), (64, 192), (128, 320), (64, 704), (32, 832)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_very_negative_lse_c08(dtype, d, length, causal):
+    q, k, v = leaves(*very_negative(length, length, 1, d, dtype))
+    out, lse = flash_attn3.flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    assert (lse < -88.7).all()
+    dout = torch.randn_like(out)
+    assert_gradients_close(torch.autograd.grad(out, (q, k, v), dout), q, k, v, dout, causal=causal)
+
+
+@pytest.mark.parametrize("d, length", [(32, 64), (64, 192)])
+def test_very_negative_lse_through_sdpa_c08(d, length):
+    inputs = leaves(*very_negative(length, length, 1, d, torch.bfloat16))
+    mask = torch.ones(length, length, dtype=torch.bool)
+    views = [x.transpose(1, 2) for x in inputs]
+    out = flash_attn3.scaled_dot_product_attention(*views, attn_mask=mask).transpose(1, 2)
+    dout = torch.randn_like(out)
+    assert_gradients_close(torch.autograd.grad(out, inputs, dout), *inputs, dout)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_query_very_negative_scores_c09(deterministic):
+    q, k, v = leaves(*very_negative(1, 128, 2, 64, torch.bfloat16))
+    out = flash_attn3.flash_attn_func(q, k, v, deterministic=deterministic)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    assert_gradients_close(grads, q, k, v, dout)
+    total = grads[2].double().sum(1)
+    rounding = 2.0**-8 * grads[2].double().abs().sum(1)  # of each bf16 summand, and of P
+    assert ((total - dout[:, 0].double()).abs() <= rounding + 1e-4).all()
+
+
+def test_large_fp16_inputs_c10():
+    torch.manual_seed(0)
+    q, k, v = leaves(*(3 * torch.randn(1, 1024, 1, 128).half() for _ in range(3)))
+    out = flash_attn3.flash_attn_func(q, k, v, causal=True)
+    dout = torch.randn_like(out)
+    assert_gradients_close(torch.autograd.grad(out, (q, k, v), dout), q, k, v, dout, causal=True)
+
+
+def test_views_are_as_good_as_copies_c37_c38():
+    """Transposed views, every second row, a last stride that is not 1, expanded, packed: bitwise the same."""
+    torch.manual_seed(1)
+    b, s, h, d = 2, 200, 4, 64
+
+    def half(*shape):
+        return torch.randn(shape).bfloat16()
+
+    plain = half(b, s, h, d)
+    views = {
+        "transposed": half(b, h, s, d).transpose(1, 2),
+        "every second row": half(b, 2 * s, h, d)[:, ::2],
+        "last stride not 1": half(b, s, d, h).transpose(2, 3),
+        "packed": half(b, s, 3, h, d)[:, :, 1],
+        "expanded batch": half(1, s, h, d).expand(b, s, h, d),
+        "expanded heads": half(b, s, 1, d).expand(b, s, h, d),
+    }
+    assert not any(view.is_contiguous() for view in views.values())
+
+    def run(q, k, v, dout):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out, lse = flash_attn3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        return out, lse, *torch.autograd.grad(out, (q, k, v), dout)
+
+    for name, view in views.items():
+        for place in range(4):
+            arguments = [plain, plain.flip(1), plain.flip(2), plain.flip(3)]
+            arguments[place] = view
+            want = run(*(x.contiguous() for x in arguments))
+            assert all(torch.equal(a, b) for a, b in zip(run(*arguments), want, strict=True)), (name, place)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradient_through_the_lse_c48(causal, dtype):
+    torch.manual_seed(2)
+    inputs = leaves(*(torch.randn(2, 300, 4, 64).to(dtype) for _ in range(3)))
+    weight = torch.randn(2, 300, 4, 64).to(dtype)
+    out, lse = flash_attn3.attention(*inputs, causal=causal, return_lse=True)
+    assert lse.requires_grad
+    ((out * weight).sum() + lse.square().mean()).backward()
+    _, exact = oracle.attention(*(x.detach() for x in inputs), causal=causal)
+    dlse = 2 * exact / exact.numel()
+    assert_gradients_close([x.grad for x in inputs], *inputs, weight, dlse, causal=causal)
+
+
+def test_only_the_lse_or_only_one_input_needs_a_gradient():
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(1, 30, 2, 16) for _ in range(3))
+    for needed in range(3):
+        inputs = [x.clone().requires_grad_(i == needed) for i, x in enumerate((q, k, v))]
+        _, lse = flash_attn3.attention(*inputs, return_lse=True)
+        lse.sum().backward()
+        assert all((x.grad is not None) == x.requires_grad for x in inputs)
+    assert (inputs[2].grad == 0).all()  # v does not enter the lse
+
+
+def test_deterministic():
+    torch.manual_seed(4)
+    inputs = leaves(*(torch.randn(2, 130, 4, 32).half() for _ in range(3)))
+    runs = []
+    for _ in range(5):
+        out = flash_attn3.flash_attn_func(*inputs, causal=True, deterministic=True)
+        runs.append(torch.autograd.grad(out.float().square().sum(), inputs))
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
+
+
+def test_differentiating_twice():
+    inputs = leaves(*(torch.randn(1, 8, 2, 8) for _ in range(3)))
+    out = flash_attn3.attention(*inputs)
+    (dq,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+    out = flash_attn3.attention(*inputs).sum()
+    out.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward()
+
+
+def test_nothing_large_is_saved():
+    inputs = leaves(*(torch.randn(1, 64, 2, 16).half() for _ in range(3)))
+    saved = []
+
+    def pack(x):
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out, lse = flash_attn3.flash_attn_func(*inputs, return_attn_probs=True)
+    allowed = {x.data_ptr() for x in (*inputs, out, lse)}
+    assert len(saved) == 5 and {x.data_ptr() for x in saved} == allowed
+
+
+def test_changing_a_saved_tensor_is_noticed():
+    inputs = leaves(*(torch.randn(1, 8, 2, 8) for _ in range(3)))
+    out = flash_attn3.attention(*inputs)
+    with torch.no_grad():
+        inputs[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_merged_out_and_lse_give_the_gradients_of_the_whole():
+    """Context parallel: the backward of each half of the keys, with the out and lse of all of them."""
+    torch.manual_seed(5)
+    q, k, v, dout = (torch.randn(2, 50, 4, 16) for _ in range(4))
+    options = (0.25, -1, -1, 0, 0.0)
+    backward, forward = torch.ops.flash_attn3.portable_backward, torch.ops.flash_attn3.portable_forward
+    out, lse = forward(q, k, v, None, None, None, None, *options)
+    want = backward(dout, None, q, k, v, None, out, lse, *options)
+    halves = [(k[:, :20], v[:, :20]), (k[:, 20:], v[:, 20:])]
+    parts = [forward(q, *half, None, None, None, None, *options) for half in halves]
+    merged = torch.logaddexp(parts[0][1], parts[1][1])
+    torch.testing.assert_close(merged, lse)
+    grads = [backward(dout, None, q, *half, None, out, merged, *options) for half in halves]
+    torch.testing.assert_close(grads[0][0] + grads[1][0], want[0])
+    torch.testing.assert_close(torch.cat([grads[0][1], grads[1][1]], 1), want[1])
+    torch.testing.assert_close(torch.cat([grads[0][2], grads[1][2]], 1), want[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_touch_the_arithmetic(dtype):
+    torch.manual_seed(6)
+    inputs = leaves(*(torch.randn(1, 40, 2, 16).to(dtype) for _ in range(3)))
+    dout = torch.randn(1, 40, 2, 16).to(dtype)
+
+    def run():
+        out = flash_attn3.attention(*inputs, causal=True)
+        return out, *torch.autograd.grad(out, inputs, dout)
+
+    want = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -1,0 +1,209 @@
+"""FlashAttention-3's names: modules, metadata, signatures, operator schemas, and the dense calls behind them."""
+
+import importlib
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+
+import oracle
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+torch.set_num_threads(1)
+interface = importlib.import_module("flash_attn_interface")
+MODULES = (
+    "flash_attn_interface",
+    "flash_attn_config",
+    "flash_attn_3",
+    "flash_attn_3._C",
+    "flash_attn_3.flash_attn_interface",
+    "flash_attn_3.flash_attn_config",
+)
+SIGNATURES = {
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, "
+    "seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+    "sm_margin=0, return_attn_probs=False",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, "
+    "cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, "
+    "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+    "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
+    "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "get_scheduler_metadata": "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+    "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+    "cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, "
+    "has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0",
+    "_flash_attn_forward": "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+    "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, "
+    "kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, "
+    "k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, "
+    "attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, "
+    "sm_margin=0",
+    "_flash_attn_backward": "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, "
+    "sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, "
+    "is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
+    "maybe_contiguous": "x",
+}
+
+
+def parameters(function):
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    scope = {}
+    exec(f"def function({SIGNATURES[name]}): pass", {"torch": torch}, scope)
+    assert parameters(getattr(interface, name)) == parameters(scope["function"])
+
+
+def test_same_objects_everywhere():
+    inner = importlib.import_module("flash_attn_3.flash_attn_interface")
+    library = importlib.import_module("flash_attn3")
+    for name in (*SIGNATURES, "flash_attn_func", "flash_attn_qkvpacked_func"):
+        assert inspect.isfunction(getattr(interface, name))
+        assert getattr(inner, name) is getattr(interface, name)
+    assert library.flash_attn_func is interface.flash_attn_func
+    assert importlib.import_module("flash_attn_3").__version__ == library.__version__
+
+
+def test_imports_without_a_gpu_change_nothing():
+    code = (
+        f"import {', '.join(MODULES)}\nimport torch\nimport torch.nn.attention as a\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert getattr(a, 'current_flash_attention_impl', lambda: None)() is None\n"
+        "assert torch.ops.flash_attn_3.fwd and torch.ops.flash_attn_3.bwd"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+def test_config(capsys):
+    config = importlib.import_module("flash_attn_3.flash_attn_config")
+    assert config.CONFIG is importlib.import_module("flash_attn_config").CONFIG
+    flags = config.CONFIG["build_flags"]
+    assert len(flags) == 20 and all(isinstance(value, bool) for value in flags.values())
+    assert [name for name, value in flags.items() if value] == ["FLASHATTENTION_DISABLE_SM8x"]
+    config.show()
+    assert "FLASHATTENTION_DISABLE_VARLEN: False" in capsys.readouterr().out
+
+
+def test_metadata():
+    try:
+        distribution = importlib.metadata.distribution("flash-attn-3")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("flash-attn-3 is not installed")
+    names = {"flash_attn3", "flash_attn_3", "flash_attn_interface", "flash_attn_config"}
+    assert names <= set(distribution.read_text("top_level.txt").split())
+    owners = importlib.metadata.packages_distributions()
+    for name in names:
+        assert "flash-attn-3" in [owner.replace("_", "-") for owner in owners[name]]
+
+
+def dense():
+    torch.manual_seed(0)
+    return [torch.randn(2, s, h, 16).bfloat16() for s, h in ((20, 4), (30, 2), (30, 2), (20, 4))]
+
+
+def test_what_comes_later_says_so():
+    q, k, v, _ = dense()
+    calls = (
+        lambda: interface.flash_attn_varlen_func(q[0], k[0], v[0], None, None, 20, 30),
+        lambda: interface.flash_attn_with_kvcache(q, k, v),
+        lambda: interface.flash_attn_combine(q, q),
+        lambda: interface.get_scheduler_metadata(1, 1, 1, 1, 1, 64, None),
+        lambda: torch.ops.flash_attn_3.fwd_combine(q, q),
+        lambda: torch.ops.flash_attn_3.get_scheduler_metadata(1, 1, 1, 1, 1, 64, 64, torch.bfloat16, q),
+        lambda: interface._flash_attn_forward(q, k, v, page_table=q),
+        lambda: torch.ops.flash_attn_3.fwd(q, k, v, seqused_k=q),
+        lambda: torch.ops.flash_attn_3.bwd(q, q, k, v, q, q, cu_seqlens_q=q),
+    )
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=r"not implemented in this version|in this version; leave it out"):
+            call()
+    with pytest.raises(NotImplementedError, match="page_table"):
+        interface._flash_attn_forward(q, k, v, page_table=q)
+
+
+def test_raw_operators():
+    q, k, v, dout = dense()
+    ops = torch.ops.flash_attn_3
+    want, want_lse = interface.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want_grads = torch.autograd.grad(interface.flash_attn_func(*leaves, causal=True), leaves, dout)
+
+    out, lse, *rest = ops.fwd(q, k, v, is_causal=True)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert [(tuple(x.shape), x.dtype) for x in rest] == [((0,), torch.float32)] * 2
+    given = torch.full((2, 4, 20, 16), float("nan")).bfloat16().transpose(1, 2)
+    out, _, *_ = ops.fwd(q, k, v, out=given, is_causal=True)
+    assert out.data_ptr() == given.data_ptr() and torch.equal(given, want)
+
+    grads = ops.bwd(dout, q, k, v, want, want_lse, is_causal=True)
+    assert len(grads) == 5 and all(torch.equal(a, b) for a, b in zip(grads[:3], want_grads, strict=True))
+    packed = torch.full((2, 30, 2, 2, 16), float("nan")).bfloat16()
+    dq, (dk, dv) = torch.empty_like(q), packed.unbind(2)
+    ops.bwd(dout, q, k, v, want, want_lse, dq, dk, dv, is_causal=True)
+    assert all(torch.equal(a, b) for a, b in zip((dq, dk, dv), want_grads, strict=True))
+
+
+def test_underscore_functions():
+    q, k, v, dout = dense()
+    out, lse, *rest = interface._flash_attn_forward(q, k, v, causal=True, num_splits=0, max_seqlen_q=20, softcap=2.0)
+    ref, ref_lse = oracle.attention(q, k, v, causal=True, softcap=2.0)
+    base, base_lse = oracle.attention(q, k, v, causal=True, softcap=2.0, dtype=q.dtype)
+    oracle.assert_close("out", out, ref, base)
+    oracle.assert_close("lse", lse, ref_lse, base_lse)
+    assert [tuple(x.shape) for x in rest] == [(0,), (0,)]
+    given = torch.empty(2, 4, 20, 16).bfloat16().transpose(1, 2)
+    assert interface._flash_attn_forward(q, k, v, out_=given, causal=True, softcap=2.0)[0] is given
+    assert torch.equal(given, out)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    delta = interface._flash_attn_backward(
+        dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2], is_causal=True, softcap=2.0
+    )
+    assert delta.shape == lse.shape and delta.dtype == torch.float32
+    want = oracle.gradients(q, k, v, dout, causal=True, softcap=2.0)
+    base = oracle.gradients(q, k, v, dout, causal=True, softcap=2.0, dtype=q.dtype)
+    for name, *values in zip(("dq", "dk", "dv"), grads, want, base, strict=True):
+        oracle.assert_close(name, *values, floor=1e-4)
+    qv = torch.randn_like(q)
+    out = interface._flash_attn_forward(q, k, v, qv=qv)[0]
+    assert torch.equal(out, interface.flash_attn_func(q, k, v, qv=qv))
+
+
+def test_errors_of_the_operators():
+    q, k, v, dout = dense()
+    out, lse = interface.flash_attn_func(q, k, v, return_attn_probs=True)
+    with pytest.raises(ValueError, match="dk is None"):
+        interface._flash_attn_backward(dout, q, k, v, out, lse, dq=q.clone())
+    with pytest.raises((ValueError, RuntimeError), match="out has shape"):
+        interface._flash_attn_forward(q, k, v, out_=out[:, :3])
+    with pytest.raises((ValueError, RuntimeError), match="dout has shape"):
+        torch.ops.flash_attn_3.bwd(dout[:1], q, k, v, out, lse)
+    with pytest.raises((ValueError, RuntimeError), match="softmax_lse has shape"):
+        torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse[:1])
+    with pytest.raises((ValueError, RuntimeError), match="dq has shape"):
+        torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, k.clone())
+
+
+def test_custom_operators_trace():
+    q, k, v, dout = dense()
+    out, lse = interface.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    options = (0.25, True, -1, -1)
+    descales = (None,) * 4
+    ops = torch.ops.flash_attn_3
+    torch.library.opcheck(ops._flash_attn_forward.default, (q, k, v, *descales, *options, 0, 0.0))
+    torch.library.opcheck(ops._flash_attn_forward_out.default, (q, k, v, *descales, *options, 0, 0.0, out))
+    torch.library.opcheck(ops._flash_attn_backward.default, (dout, q, k, v, out, lse, *grads, *options, 0.0))
+    with FakeTensorMode():
+        q, k, v, _ = dense()
+        given = torch.empty_like(q)
+        for options in ({"num_splits": 0}, {"num_splits": -1}, {"out_": given}):
+            out, lse, *rest = interface._flash_attn_forward(q, k, v, causal=True, **options)
+            assert out.shape == q.shape and lse.shape == (2, 4, 20)
+            assert [tuple(x.shape) for x in rest] == [(0,), (0,)]
