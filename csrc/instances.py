@@ -16,7 +16,8 @@ class ForwardKernel:
     """One 16-bit forward kernel.
 
     A CTA computes 64 query rows for each of `warpgroups` consumer warpgroups and walks the keys in blocks of `block_n`
-    through a ring of `stages` shared-memory buffers. It serves every head dim up to `head_dim` and every value head
+    through rings of `key_stages` and
+    `value_stages` shared-memory buffers. It serves every head dim up to `head_dim` and every value head
     dim up to `head_dim_v`. `allow` names findings of ptxas (buildtools/ptxas.py) that this row is permitted, each
     justified by a measurement in a comment beside the row.
     """
@@ -26,7 +27,8 @@ class ForwardKernel:
     head_dim_v: int
     warpgroups: int
     block_n: int
-    stages: int
+    key_stages: int
+    value_stages: int
     allow: tuple[str, ...] = ()
 
     op = "forward"
@@ -42,18 +44,21 @@ class ForwardKernel:
     @property
     def config(self) -> str:
         """The C++ type that describes this row."""
-        sizes = (self.head_dim, self.head_dim_v, self.warpgroups, self.block_n, self.stages)
+        sizes = (self.head_dim, self.head_dim_v, self.warpgroups, self.block_n, self.key_stages, self.value_stages)
         return f"ForwardConfig<{_CPP_TYPE[self.dtype]}, {', '.join(map(str, sizes))}>"
 
 
-# (head_dim, head_dim_v, warpgroups, block_n, stages)
+# (head_dim, head_dim_v, warpgroups, block_n, key_stages, value_stages). Of two rows for the same head dims the one with the
+# smaller block_n serves short sequences: it wastes less on the last and the diagonal blocks.
 _FORWARD_TILES = (
-    (64, 64, 3, 128, 4),
-    (96, 96, 3, 96, 3),
-    (128, 128, 3, 80, 3),
-    (192, 128, 3, 64, 2),
-    (192, 192, 2, 80, 2),
-    (256, 256, 2, 64, 2),
+    (64, 64, 3, 128, 4, 4),
+    (96, 96, 3, 96, 4, 4),
+    (128, 128, 3, 64, 4, 4),
+    (128, 128, 3, 80, 3, 3),
+    (192, 128, 3, 64, 2, 2),
+    (192, 192, 2, 80, 2, 2),
+    (256, 256, 2, 64, 3, 2),
+    (256, 256, 2, 80, 2, 2),
 )
 
 FORWARD = [ForwardKernel(dtype, *tile) for dtype in ("bf16", "fp16") for tile in _FORWARD_TILES]

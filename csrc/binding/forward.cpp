@@ -48,8 +48,9 @@ ForwardProblem check(Tensor const& q, Tensor const& k, Tensor const& v, double s
            "; all must be on one device");
     }
   }
-  ForwardProblem const p{q.size(0), q.size(2), k.size(2), q.size(1), k.size(1), q.size(3), v.size(3), causal,
-                         dtype == ScalarType::BFloat16};
+  ForwardProblem const p{q.size(0), q.size(2), k.size(2),
+                         q.size(1), k.size(1), q.size(3),
+                         v.size(3), causal,    dtype == ScalarType::BFloat16};
   if (k.size(0) != p.batch) fail("k has shape ", shape_of(k), "; its batch size must be q's, ", p.batch);
   if (k.size(3) != p.head_dim) fail("k has shape ", shape_of(k), "; its head dim must be q's, ", p.head_dim);
   if (v.size(0) != p.batch || v.size(1) != p.seqlen_k || v.size(2) != p.kv_heads) {
@@ -120,8 +121,8 @@ void run(ForwardProblem const& problem, Tensor const& q_in, Tensor const& k_in, 
   Tensor const q = prepared(q_in), k = prepared(k_in), v = prepared(v_in);
   int64_t const columns_out = v.size(3);
   bool const direct = out.size(3) == columns_out && readable_by_tma(out);
-  Tensor target = direct ? out
-                         : empty_cuda({problem.batch, problem.seqlen_q, problem.heads, columns_out}, q.scalar_type(), device);
+  Tensor target =
+      direct ? out : empty_cuda({problem.batch, problem.seqlen_q, problem.heads, columns_out}, q.scalar_type(), device);
 
   int const columns = chunk_columns(row.head_dim, row.head_dim_v);
   ForwardParams params;
@@ -144,6 +145,7 @@ void run(ForwardProblem const& problem, Tensor const& q_in, Tensor const& k_in, 
   params.causal = problem.causal;
 
   void* stream_handle = nullptr;
+  if (aoti_torch_get_current_cuda_stream == nullptr) fail("this torch has no CUDA support");
   if (aoti_torch_get_current_cuda_stream(device, &stream_handle)) fail("no current CUDA stream");
   auto const stream = static_cast<cudaStream_t>(stream_handle);
   int const grid = std::min(params.order.num_tiles, device_attribute(cudaDevAttrMultiProcessorCount, device));
@@ -181,7 +183,8 @@ Tensor forward_out(Tensor q, Tensor k, Tensor v, Tensor out, double softmax_scal
   bool const fits = out.dim() == 4 && out.size(0) == p.batch && out.size(1) == p.seqlen_q && out.size(2) == p.heads &&
                     out.size(3) == p.head_dim_v;
   if (!fits) {
-    fail("out has shape ", shape_of(out), "; expected (", p.batch, ", ", p.seqlen_q, ", ", p.heads, ", ", p.head_dim_v, ")");
+    fail("out has shape ", shape_of(out), "; expected (", p.batch, ", ", p.seqlen_q, ", ", p.heads, ", ", p.head_dim_v,
+         ")");
   }
   if (out.scalar_type() != q.scalar_type() || !out.is_cuda() || out.get_device_index() != q.get_device_index()) {
     fail("out must have q's dtype and device");

@@ -19,8 +19,9 @@ Tensor kernel_table() {
   for (int id = 0; id < kKernelCount; ++id) {
     KernelRow const& row = kKernelTable[id];
     json << (id ? ", " : "") << "{\"id\": " << id << ", \"name\": \"" << row.name << "\", \"op\": \"" << row.op
-         << "\", \"dtype\": \"" << row.dtype << "\", \"head_dim\": " << row.head_dim << ", \"head_dim_v\": " << row.head_dim_v
-         << ", \"block_m\": " << row.block_m << ", \"block_n\": " << row.block_n << "}";
+         << "\", \"dtype\": \"" << row.dtype << "\", \"head_dim\": " << row.head_dim
+         << ", \"head_dim_v\": " << row.head_dim_v << ", \"block_m\": " << row.block_m
+         << ", \"block_n\": " << row.block_n << "}";
   }
   json << "]";
   std::string const text = json.str();
@@ -36,18 +37,20 @@ Tensor launch_counts() {
   return result;
 }
 
-int64_t select_kernel(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k, bool causal, bool bf16) {
+int64_t select_kernel(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k, bool causal,
+                      bool bf16) {
   return select_forward({1, 1, 1, seqlen_q, seqlen_k, head_dim, head_dim_v, causal, bf16});
 }
 
 // What the kernel of a row would do, a line for each consumer warpgroup of each tile: cta, position in the order,
-// warpgroup, first row, head, batch, key blocks, unmasked key blocks. CTAs that share a counter are numbered by position.
-Tensor schedule(int64_t row, int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k, bool causal,
-                int64_t num_sms) {
+// warpgroup, first row, head, batch, key blocks, unmasked key blocks. CTAs that share a counter are numbered by
+// position.
+Tensor schedule(int64_t row, int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k,
+                bool causal, int64_t num_sms) {
   if (row < 0 || row >= kKernelCount) fail("row is ", row, "; this build has ", kKernelCount, " kernels");
   KernelRow const& kernel = kKernelTable[row];
-  ForwardProblem const problem{batch,   heads,           kv_heads,          seqlen_q, seqlen_k, kernel.head_dim,
-                               kernel.head_dim_v, causal, true};
+  ForwardProblem const problem{batch,  heads, kv_heads, seqlen_q, seqlen_k, kernel.head_dim, kernel.head_dim_v,
+                               causal, true};
   TileOrder const order = plan_order(problem, kernel.block_m);
   int const grid = int(std::min<int64_t>(order.num_tiles, num_sms));
   bool const counter = uses_counter(problem, order, grid);
@@ -59,8 +62,8 @@ Tensor schedule(int64_t row, int64_t batch, int64_t heads, int64_t kv_heads, int
       if (tile.query_block < 0) continue;
       for (int w = 0; w < kernel.block_m / kRowsPerWarpgroup; ++w) {
         int32_t const begin = tile.query_block * kernel.block_m + w * kRowsPerWarpgroup;
-        KeyRange const keys = key_range(begin, begin + kRowsPerWarpgroup, int32_t(seqlen_q), int32_t(seqlen_k), causal,
-                                        kernel.block_n);
+        KeyRange const keys =
+            key_range(begin, begin + kRowsPerWarpgroup, int32_t(seqlen_q), int32_t(seqlen_k), causal, kernel.block_n);
         if (begin >= seqlen_q) continue;
         lines.insert(lines.end(), {cta, position, w, begin, tile.head, tile.batch, keys.key_blocks, keys.unmasked});
       }

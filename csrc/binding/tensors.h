@@ -50,7 +50,8 @@ inline Tensor empty_strided(std::vector<int64_t> const& sizes, ScalarType dtype,
     default: fail("no allocation of this dtype");
   }
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), code, device_type, device, &handle)) {
+  if (aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), code, device_type, device,
+                               &handle)) {
     fail("allocation failed");
   }
   return Tensor(handle);

@@ -17,7 +17,9 @@ namespace flash_attn3 {
 constexpr int kRowsPerWarpgroup = 64;
 
 // Columns of a shared-memory chunk and its TMA box: a 128-byte swizzle where it divides both head dims, else 64 bytes.
-constexpr int chunk_columns(int head_dim, int head_dim_v) { return head_dim % 64 == 0 && head_dim_v % 64 == 0 ? 64 : 32; }
+constexpr int chunk_columns(int head_dim, int head_dim_v) {
+  return head_dim % 64 == 0 && head_dim_v % 64 == 0 ? 64 : 32;
+}
 
 struct Tile {
   int32_t query_block;  // -1: no tile
@@ -35,8 +37,8 @@ FLASH_ATTN3_HD int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
 FLASH_ATTN3_HD int32_t max_int(int32_t a, int32_t b) { return a > b ? a : b; }
 FLASH_ATTN3_HD int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
-// Position `step` of CTA `cta` in a grid without a counter. Odd rounds run backwards, so that a CTA which got the longest
-// tile of one round gets the shortest of the next.
+// Position `step` of CTA `cta` in a grid without a counter. Odd rounds run backwards, so that a CTA which got the
+// longest tile of one round gets the shortest of the next.
 FLASH_ATTN3_HD int64_t static_position(int32_t cta, int32_t grid, int32_t step) {
   return int64_t(step) * grid + (step & 1 ? grid - 1 - cta : cta);
 }

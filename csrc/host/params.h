@@ -20,8 +20,8 @@ struct TileOrder {
 struct ForwardParams {
   // Each map is 4-D: (head dim, sequence, head, batch), innermost first.
   CUtensorMap map_q, map_k, map_v, map_o;
-  float* lse;         // (batch, heads, seqlen_q), natural log
-  int32_t* counter;   // next tile, zero before the launch; null: every CTA takes its share by position
+  float* lse;        // (batch, heads, seqlen_q), natural log
+  int32_t* counter;  // next tile, zero before the launch; null: every CTA takes its share by position
   TileOrder order;
   int32_t heads;
   int32_t heads_per_kv_head;

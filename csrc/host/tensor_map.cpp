@@ -16,7 +16,8 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
     cudaError_t const status =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
     if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error("flash_attn3: the CUDA driver has no cuTensorMapEncodeTiled; a driver for CUDA 12 is needed");
+      throw std::runtime_error(
+          "flash_attn3: the CUDA driver has no cuTensorMapEncodeTiled; a driver for CUDA 12 is needed");
     }
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();
@@ -27,7 +28,8 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 
 CUtensorMap make_tensor_map(TensorView const& t, int rows, int columns) {
   constexpr int kElementBytes = 2;
-  cuuint64_t const sizes[4] = {cuuint64_t(t.head_dim), cuuint64_t(t.sequence), cuuint64_t(t.heads), cuuint64_t(t.batch)};
+  cuuint64_t const sizes[4] = {cuuint64_t(t.head_dim), cuuint64_t(t.sequence), cuuint64_t(t.heads),
+                               cuuint64_t(t.batch)};
   int64_t const strides[3] = {t.stride_sequence, t.stride_head, t.stride_batch};
   cuuint64_t bytes[3];
   for (int i = 0; i < 3; ++i) {
@@ -37,16 +39,16 @@ CUtensorMap make_tensor_map(TensorView const& t, int rows, int columns) {
   cuuint32_t const box[4] = {cuuint32_t(columns), cuuint32_t(rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  CUresult const status = encoder()(
-      &map, t.bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, t.data, sizes, bytes, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const status =
+      encoder()(&map, t.bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, t.data, sizes,
+                bytes, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::ostringstream message;
-    message << "flash_attn3: no TMA descriptor for " << t.name << " (driver error " << int(status) << "): shape (" << t.batch
-            << ", " << t.sequence << ", " << t.heads << ", " << t.head_dim << "), strides (" << t.stride_batch << ", "
-            << t.stride_sequence << ", " << t.stride_head << ", 1), address " << t.data;
+    message << "flash_attn3: no TMA descriptor for " << t.name << " (driver error " << int(status) << "): shape ("
+            << t.batch << ", " << t.sequence << ", " << t.heads << ", " << t.head_dim << "), strides ("
+            << t.stride_batch << ", " << t.stride_sequence << ", " << t.stride_head << ", 1), address " << t.data;
     throw std::runtime_error(message.str());
   }
   return map;

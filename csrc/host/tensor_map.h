@@ -16,8 +16,9 @@ struct TensorView {
   bool bf16;
 };
 
-// Boxes of `rows` rows by `columns` columns (64: 128-byte swizzle, 32: 64-byte). The pointer and the strides of dimensions
-// longer than 1 must be multiples of 16 bytes. Throws std::runtime_error with the tensor's name, shape and strides.
+// Boxes of `rows` rows by `columns` columns (64: 128-byte swizzle, 32: 64-byte). The pointer and the strides of
+// dimensions longer than 1 must be multiples of 16 bytes. Throws std::runtime_error with the tensor's name, shape and
+// strides.
 CUtensorMap make_tensor_map(TensorView const& tensor, int rows, int columns);
 
 }  // namespace flash_attn3

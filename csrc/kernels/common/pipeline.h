@@ -1,4 +1,5 @@
-// Position in a ring of shared-memory stages: which stage, and the parity of the mbarrier phase that its round waits for.
+// Position in a ring of shared-memory stages: which stage, and the parity of the mbarrier phase that its round waits
+// for.
 #pragma once
 
 #include <cstdint>

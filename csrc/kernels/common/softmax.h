@@ -1,24 +1,24 @@
 // Online softmax on the accumulators of one warpgroup's 64 x N tile of scores.
 //
-// A thread holds two rows: r = 0 and r = 1, eight apart. Accumulator i belongs to row (i / 2) % 2; four neighbouring threads
-// share a row. Probabilities are exp2(score * c - reference * c) with c = scale * log2(e). The reference of a row is a
-// maximum that it once had, never more than kHeadroom below the present one in log2 units, so nothing overflows; what is
-// summed and accumulated is relative to it, and the final division cancels it.
+// A thread holds two rows: r = 0 and r = 1, eight apart. Accumulator i belongs to row (i / 2) % 2; four neighbouring
+// threads share a row. Probabilities are exp2(score * c - reference * c) with c = scale * log2(e). The reference of a
+// row is a maximum that it once had, never more than kHeadroom below the present one in log2 units, so nothing
+// overflows; what is summed and accumulated is relative to it, and the final division cancels it.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
+#include <cute/tensor.hpp>
 
 namespace flash_attn3 {
 
 template <class Element>
 struct Packed;
 
-// Bits of the largest probability that the fast path lets pass: 2^8. Positive 16-bit floats order like integers, and so do
-// +inf and the NaN that conversions make, which lie above.
+// Bits of the largest probability that the fast path lets pass: 2^8. Positive 16-bit floats order like integers, and so
+// do +inf and the NaN that conversions make, which lie above.
 template <>
 struct Packed<cutlass::bfloat16_t> {
   static constexpr int kLimit = 0x4380;
@@ -107,9 +107,9 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2; ++r) sum[r] = sum[r] * rescale[r] + total[r];
   }
 
-  // The same without a maximum: probabilities against the reference as it is; if one exceeds 2^8 (or a row has no reference
-  // yet: its offset is +inf), the warp falls back to the exact step from the same scores. Counting instructions, this is
-  // what lets a warpgroup's softmax fit beside the other warpgroups' GEMMs.
+  // The same without a maximum: probabilities against the reference as it is; if one exceeds 2^8 (or a row has no
+  // reference yet: its offset is +inf), the warp falls back to the exact step from the same scores. Counting
+  // instructions, this is what lets a warpgroup's softmax fit beside the other warpgroups' GEMMs.
   template <int kScores, int kOutputs>
   __device__ __forceinline__ void unchecked_maximum(float const (&s)[kScores], uint32_t (&p)[kScores / 2],
                                                     float (&o)[kOutputs]) {

@@ -1,19 +1,21 @@
 // Compile-time configuration of one forward kernel, and its shared-memory plan.
 //
-// A CTA is one producer warpgroup and kWarpgroups consumer warpgroups of 64 query rows. Rows of Q, K, V and O lie in shared
-// memory in chunks of kChunk columns, each chunk as wide as the swizzle of its TMA boxes; WGMMA reads the same layout.
+// A CTA is one producer warpgroup and kWarpgroups consumer warpgroups of 64 query rows. Rows of Q, K, V and O lie in
+// shared memory in chunks of kChunk columns, each chunk as wide as the swizzle of its TMA boxes; WGMMA reads the same
+// layout.
 #pragma once
 
-#include <cute/atom/mma_atom.hpp>
-#include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/numeric_types.h>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
 
 #include "host/geometry.h"
 
 namespace flash_attn3 {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kWarpgroups_, int kBlockN_, int kStages_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kWarpgroups_, int kBlockN_, int kKeyStages_,
+          int kValueStages_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -21,12 +23,13 @@ struct ForwardConfig {
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kBlockM = kWarpgroups * kRowsPerWarpgroup;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kStages = kStages_;
+  static constexpr int kKeyStages = kKeyStages_;
+  static constexpr int kValueStages = kValueStages_;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
 
   // 65536 registers an SM; ptxas starts from 65536 / kThreads each, setmaxnreg moves them to the consumers.
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
   static_assert(128 * (kProducerRegisters + kWarpgroups * kConsumerRegisters) <= 65536, "registers of an SM");
 
   static constexpr int kChunk = chunk_columns(kHeadDim, kHeadDimV);
@@ -37,21 +40,15 @@ struct ForwardConfig {
   static constexpr int kQueryBytes = kRowsPerWarpgroup * kHeadDim * 2;  // of one warpgroup
   static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;              // of one stage
   static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;
-  static constexpr int kTensorBytes = kWarpgroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
+  static constexpr int kRingBytes = kKeyStages * kKeyBytes + kValueStages * kValueBytes;
   static constexpr int kSharedLimit = 232448;
   static constexpr int kControlBytes = 2048;  // barriers, tile slots, alignment
 
-  // O leaves through a buffer of its own, so that the next tile's Q, K and V load meanwhile. Where all its columns do not
-  // fit, it leaves in rounds.
-  static constexpr int output_columns() {
-    for (int columns = kHeadDimV; columns > kChunk; columns -= kChunk) {
-      bool const fits = kTensorBytes + kWarpgroups * kRowsPerWarpgroup * columns * 2 + kControlBytes <= kSharedLimit;
-      if (kHeadDimV % columns == 0 && fits) return columns;
-    }
-    return kChunk;
-  }
-  static constexpr int kOutputColumns = output_columns();
-  static constexpr int kOutputRounds = kHeadDimV / kOutputColumns;
+  // O leaves over the rows of Q that the warpgroup has done with. Where two buffers of Q fit, the next tile's Q is
+  // there before this tile ends.
+  static constexpr int kQueryBuffers =
+      kRingBytes + 2 * kWarpgroups * kQueryBytes + kControlBytes <= kSharedLimit ? 2 : 1;
+  static_assert(kHeadDimV <= kHeadDim, "O fits over Q");
 
   using KMajorAtom = std::conditional_t<kChunk == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
@@ -61,31 +58,31 @@ struct ForwardConfig {
   using N = cute::Int<kBlockN>;
   using D = cute::Int<kHeadDim>;
   using Dv = cute::Int<kHeadDimV>;
-  using Stages = cute::Int<kStages>;
-  using LayoutQ = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<Rows, D>{}));        // (64, D)
-  using LayoutK = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<N, D, Stages>{}));   // (N, D, STAGES)
+  using LayoutQ = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<Rows, D>{}));  // (64, D)
+  using LayoutK =
+      decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<N, D, cute::Int<kKeyStages>>{}));  // (N, D, STAGES)
   // V as the B operand of P V: (DV, N), head dim contiguous; key blocks of a chunk follow each other as in its TMA box.
-  using LayoutVt = decltype(cute::tile_to_shape(MnMajorAtom{}, cute::Shape<Dv, N, Stages>{},
+  using LayoutVt = decltype(cute::tile_to_shape(MnMajorAtom{}, cute::Shape<Dv, N, cute::Int<kValueStages>>{},
                                                 cute::Step<cute::_2, cute::_1, cute::_3>{}));  // (DV, N, STAGES)
-  using LayoutO = decltype(cute::tile_to_shape(KMajorAtom{}, cute::Shape<Rows, cute::Int<kOutputColumns>>{}));
 
   // S = Q K^T and O += P V, each for the 64 rows of one warpgroup.
   using MmaQk = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Rows, N, D>>()));
-  using MmaPv = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<Rows, Dv, N>, cute::GMMA::Major::K,
-                                       cute::GMMA::Major::MN>()));
+  using MmaPv =
+      decltype(cute::make_tiled_mma(cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<Rows, Dv, N>,
+                                                                     cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 };
 
 // Barriers in shared memory.
-// | barrier       | arrives                                  | waits                | meaning                              |
-// | query_full[w] | producer + TMA bytes                     | warpgroup w          | its 64 rows of Q are there           |
-// | query_empty[w]| each warp of w, after its last Q K^T     | producer             | its rows of Q may be overwritten     |
-// | key_full[s]   | producer + TMA bytes                     | all consumers        | K of stage s is there                |
-// | key_empty[s]  | each consumer warp, after Q K^T          | producer             | K of stage s may be overwritten      |
-// | value_full/empty[s]: the same for V and P V
-// | tile_full[i]  | producer                                 | all consumers        | tile slot i names the next tile      |
-// | tile_empty[i] | each consumer warp, after reading        | producer             | tile slot i may be overwritten       |
+// | barrier           | arrives                                   | waits              | meaning | | query_full[b][w]
+// | producer + TMA bytes                      | warpgroup w        | its 64 rows of Q are in buffer b  | |
+// query_empty[b][w] | one thread of w, when O has left          | producer           | its rows of b may be overwritten
+// | | key_full[s]       | producer + TMA bytes                      | all consumers      | K of stage s is there | |
+// key_empty[s]      | each consumer warp, after Q K^T           | producer           | K of stage s may be overwritten
+// | | value_full[s], value_empty[s]: the same for V and P V | tile_full[i]      | producer | all consumers      | slot
+// i names the next tile        | | tile_empty[i]     | each consumer warp, after reading         | producer           |
+// slot i may be overwritten         | Named barriers: one a warpgroup, its 128 threads have O in shared memory; one a
+// warpgroup for its turn (consumer.h).
 constexpr int kTileSlots = 2;
 
 template <class Config>
@@ -94,16 +91,15 @@ struct ForwardStorage {
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-  alignas(1024) Element q[Config::kWarpgroups][cute::cosize_v<typename Config::LayoutQ>];
+  alignas(1024) Element q[Config::kQueryBuffers][Config::kWarpgroups][cute::cosize_v<typename Config::LayoutQ>];
   alignas(1024) Element k[cute::cosize_v<typename Config::LayoutK>];
   alignas(1024) Element v[cute::cosize_v<typename Config::LayoutVt>];
-  alignas(1024) Element o[Config::kWarpgroups][cute::cosize_v<typename Config::LayoutO>];
-  TransactionBarrier query_full[Config::kWarpgroups];
-  Barrier query_empty[Config::kWarpgroups];
-  TransactionBarrier key_full[Config::kStages];
-  Barrier key_empty[Config::kStages];
-  TransactionBarrier value_full[Config::kStages];
-  Barrier value_empty[Config::kStages];
+  TransactionBarrier query_full[Config::kQueryBuffers][Config::kWarpgroups];
+  Barrier query_empty[Config::kQueryBuffers][Config::kWarpgroups];
+  TransactionBarrier key_full[Config::kKeyStages];
+  Barrier key_empty[Config::kKeyStages];
+  TransactionBarrier value_full[Config::kValueStages];
+  Barrier value_empty[Config::kValueStages];
   Barrier tile_full[kTileSlots];
   Barrier tile_empty[kTileSlots];
   Tile tile[kTileSlots];

@@ -1,10 +1,11 @@
 // A consumer warpgroup: 64 query rows of a tile, keys walked from right to left.
 //   S = Q K^T ; P = exp2(c S - reference) ; O += P V ; O /= row sum ; LSE
-// In a step the warpgroup issues O += P V of the block before and S = Q K^T of this one together, waits for both and does
-// the softmax while the tensor cores work for the other warpgroups. Blocks that need a mask come first, in a loop of their
-// own; the hot loop has neither compares nor a row maximum.
-// Every warpgroup walks the blocks that its own rows need and only releases the others, so that the diagonal of a causal
-// tile costs 64 rows' width, and warpgroups are free to drift apart.
+// In a step the warpgroup issues O += P V of the block before and S = Q K^T of this one together, waits for both and
+// does the softmax while the tensor cores work for the other warpgroups. Blocks that need a mask come first, in a loop
+// of their own; the hot loop has neither compares nor a row maximum. Every warpgroup walks the blocks that its own rows
+// need and only releases the others, so that the diagonal of a causal tile costs 64 rows' width. In the blocks that all
+// of them walk without a mask they issue their GEMMs in turns (ping-pong): one's softmax then lies under the others'
+// GEMMs.
 #pragma once
 
 #include <cute/algorithm/gemm.hpp>
@@ -23,15 +24,17 @@ struct Consumer {
   using Element = typename Config::Element;
   using Storage = ForwardStorage<Config>;
   static constexpr int kBlockN = Config::kBlockN;
-  static constexpr int kScores = kBlockN / 2;            // accumulators of S a thread
+  static constexpr int kScores = kBlockN / 2;             // accumulators of S a thread
   static constexpr int kOutputs = Config::kHeadDimV / 2;  // accumulators of O a thread
 
   ForwardParams const& params;
   Storage& storage;
   int const warpgroup;
   int const thread;  // in the warpgroup
-  PipelineState<Config::kStages> key_state{Role::kConsumer}, value_state{Role::kConsumer};
-  uint32_t query_phase = 0;
+  PipelineState<Config::kKeyStages> key_state{Role::kConsumer};
+  PipelineState<Config::kValueStages> value_state{Role::kConsumer};
+  PipelineState<Config::kQueryBuffers> query_state{Role::kConsumer};
+  int leaving = -1;  // buffer of Q from which O of the tile before may still be read
 
   __device__ __forceinline__ Consumer(ForwardParams const& p, Storage& s, int wg)
       : params(p), storage(s), warpgroup(wg), thread(threadIdx.x % 128) {}
@@ -40,8 +43,12 @@ struct Consumer {
     PipelineState<kTileSlots> slot(Role::kConsumer);
     while (true) {
       storage.tile_full[slot.stage].wait(slot.phase);
-      Tile const tile = storage.tile[slot.stage];
+      Tile tile = storage.tile[slot.stage];
       release(storage.tile_empty[slot.stage]);
+      // Known to be uniform: loops, stages and WGMMA descriptors then live in uniform registers.
+      tile.query_block = __shfl_sync(0xffffffffu, tile.query_block, 0);
+      tile.head = __shfl_sync(0xffffffffu, tile.head, 0);
+      tile.batch = __shfl_sync(0xffffffffu, tile.batch, 0);
       slot.advance();
       if (tile.query_block < 0) break;
       process(tile);
@@ -64,6 +71,16 @@ struct Consumer {
     value_state.advance();
   }
 
+  // Gives back the buffer from which O of the tile before leaves, once it has been read.
+  __device__ __forceinline__ void release_queries() {
+    if (leaving < 0) return;
+    if (thread == 0) {
+      cute::tma_store_wait<0>();
+      storage.query_empty[leaving][warpgroup].arrive();
+    }
+    leaving = -1;
+  }
+
   __device__ __forceinline__ void process(Tile const tile) {
     int const tile_row = tile.query_block * Config::kBlockM;
     int const row = tile_row + warpgroup * kRowsPerWarpgroup;
@@ -73,33 +90,62 @@ struct Consumer {
     int const tile_blocks = range(tile_row, tile_row + Config::kBlockM).key_blocks;
     KeyRange const keys = range(row, row + kRowsPerWarpgroup);
 
+#pragma unroll 1
     for (int block = tile_blocks; block > keys.key_blocks; --block) {
       storage.key_full[key_state.stage].wait(key_state.phase);
       release_keys();
       storage.value_full[value_state.stage].wait(value_state.phase);
       release_values();
     }
-    if (row >= params.seqlen_q) return;
+    storage.query_full[query_state.stage][warpgroup].wait(query_state.phase);
+    if (row >= params.seqlen_q) {
+      release_queries();
+      if (thread == 0) storage.query_empty[query_state.stage][warpgroup].arrive();
+      query_state.advance();
+      return;
+    }
 
     float o[kOutputs];
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
     OnlineSoftmax<Element> softmax(params.scale_log2);
-    if (keys.key_blocks > 0) attend(keys, row, softmax, o);
+    KeyRange const first = range(tile_row, tile_row + kRowsPerWarpgroup);
+    int const shared_blocks = max_int(0, min_int(first.unmasked, first.key_blocks - 1));
+    int const active = min_int(Config::kWarpgroups, ceil_div(params.seqlen_q - tile_row, kRowsPerWarpgroup));
+    if (keys.key_blocks > 0) attend(keys, row, Turns{warpgroup, active, shared_blocks}, softmax, o);
     store(tile, row, softmax, o);
+    query_state.advance();
   }
 
-  __device__ __forceinline__ void attend(KeyRange const keys, int row, OnlineSoftmax<Element>& softmax,
-                                         float (&o)[kOutputs]) {
+  // Turns of the `active` first warpgroups in the last `blocks` blocks, 0..blocks - 1, which all of them walk. Turn
+  // barrier w: warpgroup w waits, its predecessor arrives. The first turn is warpgroup 0's, and nobody waits for one
+  // after the last.
+  struct Turns {
+    int warpgroup, active, blocks;
+
+    __device__ __forceinline__ void take(int block) const {
+      if (active > 1 && block < blocks && (warpgroup > 0 || block < blocks - 1)) {
+        cutlass::arch::NamedBarrier::sync(256, Config::kWarpgroups + warpgroup);
+      }
+    }
+    __device__ __forceinline__ void pass(int block) const {
+      if (active > 1 && block < blocks && (warpgroup < active - 1 || block > 0)) {
+        int const next = warpgroup < active - 1 ? warpgroup + 1 : 0;
+        cutlass::arch::NamedBarrier::arrive(256, Config::kWarpgroups + next);
+      }
+    }
+  };
+
+  __device__ __forceinline__ void attend(KeyRange const keys, int row, Turns const turns,
+                                         OnlineSoftmax<Element>& softmax, float (&o)[kOutputs]) {
     float s[kScores];
     uint32_t p[kScores / 2];
     int block = keys.key_blocks - 1;
-    storage.query_full[warpgroup].wait(query_phase);
-    query_phase ^= 1;
     storage.key_full[key_state.stage].wait(key_state.phase);
     cute::warpgroup_arrive();
     multiply_qk(s);
     cute::warpgroup_commit_batch();
+    release_queries();
     cute::warpgroup_wait<0>();
     fence(s);
     release_keys();
@@ -107,16 +153,14 @@ struct Consumer {
     softmax.exact(s, p, o);
 
     for (--block; block >= keys.unmasked; --block) {
-      multiply_both(s, p, o);
+      multiply_both(s, p, o, turns, block);
       mask(s, block, row);
       softmax.exact(s, p, o);
     }
     for (; block >= 0; --block) {
-      multiply_both(s, p, o);
+      multiply_both(s, p, o, turns, block);
       softmax.unchecked_maximum(s, p, o);
     }
-    release(storage.query_empty[warpgroup]);
-
     storage.value_full[value_state.stage].wait(value_state.phase);
     fence(o);
     cute::warpgroup_arrive();
@@ -127,20 +171,25 @@ struct Consumer {
     release_values();
   }
 
-  // O += P V of the block before, S = Q K^T of this one.
-  __device__ __forceinline__ void multiply_both(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs]) {
+  // O += P V of the block before, S = Q K^T of this one. V is given back while Q K^T still runs.
+  __device__ __forceinline__ void multiply_both(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
+                                                Turns const& turns, int block) {
     storage.value_full[value_state.stage].wait(value_state.phase);
     storage.key_full[key_state.stage].wait(key_state.phase);
+    turns.take(block);
     fence(s);
     fence(o);
     cute::warpgroup_arrive();
     multiply_pv(p, o);
+    cute::warpgroup_commit_batch();
     multiply_qk(s);
     cute::warpgroup_commit_batch();
+    turns.pass(block);
+    cute::warpgroup_wait<1>();
+    release_values();
     cute::warpgroup_wait<0>();
     fence(s);
     fence(o);
-    release_values();
     release_keys();
   }
 
@@ -162,10 +211,11 @@ struct Consumer {
     using namespace cute;
     typename Config::MmaQk mma;
     auto const slice = mma.get_slice(0);
-    Tensor sQ = make_tensor(make_smem_ptr(storage.q[warpgroup]), typename Config::LayoutQ{});  // (64, D)
-    Tensor sK = make_tensor(make_smem_ptr(storage.k), typename Config::LayoutK{});             // (N, D, STAGES)
-    Tensor tSrQ = slice.partition_fragment_A(sQ);                                              // (MMA, 1, D/16)
-    Tensor tSrK = slice.partition_fragment_B(sK)(_, _, _, key_state.stage);                  // (MMA, 1, D/16)
+    Tensor sQ =
+        make_tensor(make_smem_ptr(storage.q[query_state.stage][warpgroup]), typename Config::LayoutQ{});  // (64, D)
+    Tensor sK = make_tensor(make_smem_ptr(storage.k), typename Config::LayoutK{});  // (N, D, STAGES)
+    Tensor tSrQ = slice.partition_fragment_A(sQ);                                   // (MMA, 1, D/16)
+    Tensor tSrK = slice.partition_fragment_B(sK)(_, _, _, key_state.stage);         // (MMA, 1, D/16)
     Tensor tSrS = accumulator(s);
     mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
@@ -180,11 +230,11 @@ struct Consumer {
     using namespace cute;
     typename Config::MmaPv mma;
     auto const slice = mma.get_slice(0);
-    Tensor sVt = make_tensor(make_smem_ptr(storage.v), typename Config::LayoutVt{});            // (DV, N, STAGES)
-    Tensor tOrV = slice.partition_fragment_B(sVt)(_, _, _, value_state.stage);                // (MMA, 1, N/16)
+    Tensor sVt = make_tensor(make_smem_ptr(storage.v), typename Config::LayoutVt{});  // (DV, N, STAGES)
+    Tensor tOrV = slice.partition_fragment_B(sVt)(_, _, _, value_state.stage);        // (MMA, 1, N/16)
     // Accumulators of S, packed in pairs, are the A operand as they lie: (MMA, 1, N/16).
-    Tensor tOrP = make_tensor(reinterpret_cast<Element*>(&p[0]),
-                              Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
+    Tensor tOrP =
+        make_tensor(reinterpret_cast<Element*>(&p[0]), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
     Tensor tOrO = accumulator(o);
 #pragma unroll
     for (int k = 0; k < size<2>(tOrP); ++k) cute::gemm(mma, tOrP(_, _, k), tOrV(_, _, k), tOrO);
@@ -221,36 +271,38 @@ struct Consumer {
       }
     }
 
-    constexpr int kColumns = Config::kOutputColumns;
-    Tensor sO = make_tensor(make_smem_ptr(storage.o[warpgroup]), typename Config::LayoutO{});  // (64, columns)
+    // Over the rows of Q: a warp reads and writes only its own 16, and its last Q K^T has retired.
+    release_queries();
+    Element* const buffer = storage.q[query_state.stage][warpgroup];
     // STSM.x4: lanes 8i..8i+7 hold the row addresses of 8x8 matrix i: rows 0-7 or 8-15, left or right 8 columns.
-    int const stsm_row = warp * 16 + lane % 16, stsm_column = lane / 16 * 8;
+    // The TMA box swizzles its 16-byte units: 128-byte rows by row % 8, 64-byte rows by row / 2 % 4.
+    constexpr int kUnits = Config::kChunk / 8;
+    int const stsm_row = warp * 16 + lane % 16;
+    int const swizzle = kUnits == 8 ? stsm_row % 8 : stsm_row / 2 % 4;
+    uint128_t* const row_units = reinterpret_cast<uint128_t*>(buffer) + stsm_row * kUnits;
 #pragma unroll
-    for (int round = 0; round < Config::kOutputRounds; ++round) {
-      if (thread == 0) tma_store_wait<0>();  // the copy before has read the buffer
-      cutlass::arch::NamedBarrier::sync(128, warpgroup);
+    for (int column = 0; column < Config::kHeadDimV; column += 16) {
+      uint32_t packed[4];
 #pragma unroll
-      for (int column = 0; column < kColumns; column += 16) {
-        int const first = (round * kColumns + column) / 2;  // accumulators of 16 columns: 8
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          packed[j] = Packed<Element>::pack(o[first + 2 * j] * inverse[j & 1], o[first + 2 * j + 1] * inverse[j & 1]);
-        }
-        auto& target = reinterpret_cast<uint128_t&>(sO(stsm_row, column + stsm_column));
-        SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], target);
+      for (int j = 0; j < 4; ++j) {
+        int const i = column / 2 + 2 * j;
+        packed[j] = Packed<Element>::pack(o[i] * inverse[j & 1], o[i + 1] * inverse[j & 1]);
       }
-      tma_store_fence();
-      cutlass::arch::NamedBarrier::sync(128, warpgroup);
-      if (thread == 0) {
-#pragma unroll
-        for (int column = 0; column < kColumns; column += Config::kChunk) {
-          SM90_TMA_STORE_4D::copy(&params.map_o, storage.o[warpgroup] + column * kRowsPerWarpgroup,
-                                  round * kColumns + column, row, tile.head, tile.batch);
-        }
-        tma_store_arrive();
-      }
+      int const chunk = column / Config::kChunk, unit = column % Config::kChunk / 8 + lane / 16;
+      SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3],
+                              row_units[chunk * kRowsPerWarpgroup * kUnits + (unit ^ swizzle)]);
     }
+    tma_store_fence();
+    cutlass::arch::NamedBarrier::sync(128, warpgroup);
+    if (thread == 0) {
+#pragma unroll
+      for (int column = 0; column < Config::kHeadDimV; column += Config::kChunk) {
+        SM90_TMA_STORE_4D::copy(&params.map_o, buffer + column * kRowsPerWarpgroup, column, row, tile.head, tile.batch);
+      }
+      tma_store_arrive();
+    }
+    leaving = query_state.stage;
+    if constexpr (Config::kQueryBuffers == 1) release_queries();
   }
 };
 

@@ -17,17 +17,21 @@ namespace flash_attn3 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_constant__ ForwardParams const params) {
   extern __shared__ uint8_t raw[];
-  auto& storage = *reinterpret_cast<ForwardStorage<Config>*>((reinterpret_cast<uintptr_t>(raw) + 1023) &
-                                                             ~uintptr_t(1023));
+  auto& storage =
+      *reinterpret_cast<ForwardStorage<Config>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   if (threadIdx.x == 0) {
-    for (int w = 0; w < Config::kWarpgroups; ++w) {
-      storage.query_full[w].init(1);
-      storage.query_empty[w].init(4);
+    for (int b = 0; b < Config::kQueryBuffers; ++b) {
+      for (int w = 0; w < Config::kWarpgroups; ++w) {
+        storage.query_full[b][w].init(1);
+        storage.query_empty[b][w].init(1);
+      }
     }
-    for (int s = 0; s < Config::kStages; ++s) {
+    for (int s = 0; s < Config::kKeyStages; ++s) {
       storage.key_full[s].init(1);
       storage.key_empty[s].init(kConsumerWarps);
+    }
+    for (int s = 0; s < Config::kValueStages; ++s) {
       storage.value_full[s].init(1);
       storage.value_empty[s].init(kConsumerWarps);
     }
@@ -43,7 +47,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == Config::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    if (threadIdx.x % 128 == 0) Producer<Config>{params, storage}.run();
+    if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0) {
+      Producer<Config>{params, storage, cute::elect_one_sync() != 0}.run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     Consumer<Config>(params, storage, warpgroup).run();
@@ -58,7 +64,8 @@ void launch_forward(ForwardParams const& params, int grid, cudaStream_t stream) 
   auto check = [](cudaError_t status, char const* what) {
     if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
   };
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "shared memory of a kernel");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
+        "shared memory of a kernel");
   kernel<<<grid, Config::kThreads, kShared, stream>>>(params);
   check(cudaGetLastError(), "launch of a forward kernel");
 }

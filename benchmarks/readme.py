@@ -1,0 +1,96 @@
+"""Puts the table of the committed record into README.md, between the benchmark markers.
+
+usage: python -m benchmarks.readme [--check]
+
+--check changes nothing and exits with status 1 if the section is not the one that the record makes. Without a record
+it passes.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks import RECORD, ROOT, report
+from benchmarks.cells import HEAD_DIMS, SEQLENS, WIDTH, Cell
+
+START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
+
+
+def row_of(grid: dict[Cell, dict[str, dict]], dim: int, causal: bool) -> str | None:
+    """A line of the table: our TFLOP/s and the ratio to cuDNN at each length."""
+    texts = []
+    for seqlen in SEQLENS:
+        found = [
+            providers
+            for cell, providers in grid.items()
+            if (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v) == ("fwd", "bf16", dim, dim)
+            and (cell.causal, cell.seqlen_q, cell.graph) == (causal, seqlen, False)
+            and cell.heads == cell.kv_heads == WIDTH // dim
+        ]
+        if not found or report.OURS not in found[0]:
+            texts.append("-")
+            continue
+        ratio = report.ratio(found[0])
+        texts.append(f"{found[0][report.OURS]['tflops']:.0f}" + (f" ({ratio:.2f}x)" if ratio else ""))
+    if set(texts) == {"-"}:
+        return None
+    return f"| {dim} | {'yes' if causal else 'no'} | " + " | ".join(texts) + " |"
+
+
+def section(record: dict | None) -> str:
+    """The text between the markers."""
+    if record is None:
+        return ""
+    grid = report.by_cell(record["cells"])
+    rows = [row_of(grid, dim, causal) for dim in HEAD_DIMS for causal in (False, True)]
+    lines = [
+        f"Forward, bf16, TFLOP/s (and times cuDNN in the same run) by sequence length. {record['device']}, torch "
+        f"{record['torch']}, {record['date']}, sources {record['source_digest']};",
+        "16384 tokens, heads x head dim 2048, through the Python API in eager mode. Every cell and provider:",
+        f"[{RECORD.relative_to(ROOT)}]({RECORD.relative_to(ROOT)}).",
+        "",
+        "| head dim | causal | " + " | ".join(map(str, SEQLENS)) + " |",
+        "|---|---|" + "---|" * len(SEQLENS),
+        *filter(None, rows),
+    ]
+    host = [row for row in record["cells"] if row["op"] == "overhead" and row["provider"] == report.OURS]
+    if host:
+        names = {"fwd": "`flash_attn_func`", "sdpa_fwd": "`scaled_dot_product_attention`"}
+        times = ", ".join(f"{names.get(row['what'], row['what'])} {row['us']:.0f} us" for row in host)
+        lines += ["", f"Host time of a call (B 1, S 128, H 8, D 128): {times}."]
+    return "\n".join(lines)
+
+
+def replaced(readme: str, text: str) -> str:
+    """README.md with `text` between the markers. Raises ValueError if it does not have them, in order and once."""
+    if readme.count(START) != 1 or readme.count(END) != 1 or readme.index(START) > readme.index(END):
+        raise ValueError(f"README.md needs one {START} and behind it one {END}")
+    before, rest = readme.split(START)
+    body = f"\n{text}\n" if text else "\n"
+    return before + START + body + END + rest.split(END)[1]
+
+
+def load(path: Path = RECORD) -> dict | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def main(arguments: list[str] | None = None, readme: Path = ROOT / "README.md") -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(arguments)
+    record = load()
+    if options.check and record is None:
+        print("no record yet")
+        return 0
+    current = readme.read_text()
+    wanted = replaced(current, section(record))
+    if options.check:
+        print("README.md is up to date" if current == wanted else "README.md: run python -m benchmarks.readme")
+        return int(current != wanted)
+    readme.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

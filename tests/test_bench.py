@@ -1,0 +1,211 @@
+"""The benchmark harness on the CPU, over tiny cells: what it measures, checks, compares and writes.
+
+And the committed records: their format, and the README's table made from them. A stale digest is a warning, no error.
+"""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import RECORD, ROOT, cells, plot, providers, readme, report, run, timing
+
+TINY = cells.Cell("fwd", "bf16", 16, 16, 2, 4, 2, 24, 24, True)
+GPU_RECORD = ROOT / "tests" / "records" / "h200.json"
+
+
+def row(cell: cells.Cell, provider: str, tflops: float, rel_err: float = 2e-3) -> dict:
+    ms = cell.flops / tflops / 1e9
+    return {**cell.fields(), "provider": provider, "ms": ms, "tflops": tflops, "rel_err": rel_err}
+
+
+def record_of(*rows: dict) -> dict:
+    head = {"device": "a GPU", "driver": "1", "cuda": "13", "torch": "2.11", "date": "2026-01-01"}
+    return {**head, "source_digest": "0" * 16, "ceilings": {"bf16_matmul_tflops": 700.0}, "cells": list(rows)}
+
+
+def standard(dim: int, seqlen: int, causal: bool) -> cells.Cell:
+    heads = cells.WIDTH // dim
+    return cells.forward("bf16", (dim, dim), (heads, heads), seqlen, causal)
+
+
+def test_the_grid_is_the_standard_one():
+    grid = cells.all_cells()
+    assert len({cell.name for cell in grid}) == len(grid)
+    wanted = {standard(d, s, c) for d in (64, 128, 256) for s in cells.SEQLENS for c in (False, True)}
+    assert wanted <= set(grid)
+    for cell in wanted:
+        assert cell.batch * cell.seqlen_q == 16384 and cell.heads * cell.head_dim == 2048
+    assert standard(128, 8192, False).flops == 4 * 16384 * 8192 * 2048
+    assert standard(128, 8192, True).flops * 2 == standard(128, 8192, False).flops
+
+
+def test_every_standard_cell_has_targets():
+    targets = cells.load_targets()
+    found = {cell.name: cells.target_of(cell, targets) for cell in cells.all_cells()}
+    for dim in cells.HEAD_DIMS:
+        for seqlen in cells.SEQLENS:
+            for causal in (False, True):
+                target = found[standard(dim, seqlen, causal).name]
+                assert 1.0 <= target.parity <= 1.3
+                assert target.floor < target.aim
+    d64 = found["fwd-bf16-d64-causal-s16384"]
+    assert d64.parity == 1.22 and d64.floor == pytest.approx(0.97 * 1.22) and d64.aim == pytest.approx(1.12 * 1.22)
+    assert found["fwd-bf16-d128-causal-s512"].aim == 1.3
+    assert found["fwd-bf16-d256-full-s2048"].aim == pytest.approx(1.05 * 1.09)
+    assert found["fwd-bf16-d128-full-s4096-h16/4"].parity == 1.06
+    assert found["fwd-bf16-d192x128-full-s1024"] is None
+
+
+def test_selection_by_name():
+    assert len(cells.select(cells.all_cells(), ["*"])) == len(cells.all_cells())
+    chosen = cells.select(cells.all_cells(), ["fwd-bf16-d128-causal-s*", "*-d96-*"])
+    assert {cell.head_dim for cell in chosen} == {96, 128}
+    assert len(cells.select(cells.all_cells(), cells.QUICK)) == 8
+
+
+def test_measuring_a_cell():
+    with torch.no_grad():
+        rows = run.measure(TINY, providers.available("cpu"), "cpu", rounds=3, round_ms=0.5)
+    assert [row["provider"] for row in rows] == ["flash_attn3", "math"]
+    for entry in rows:
+        assert entry["ms"] > 0 and entry["tflops"] == pytest.approx(TINY.flops / entry["ms"] / 1e9, rel=1e-3)
+        assert entry["rel_err"] < run.WRONG
+        assert "graph" not in entry and report.cell_of(entry) == TINY
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(24, 24), (10, 24), (150, 150)])
+def test_wrong_outputs_are_found(lengths, causal):
+    """The reference is the formula, and one wrong row in a compared head is enough."""
+    cell = replace(TINY, seqlen_q=lengths[0], seqlen_k=lengths[1], causal=causal)
+    q, k, v = providers.make_inputs(cell, "cpu")
+    out = providers.available("cpu")[0].call(q, k, v, causal)
+    assert providers.relative_error(out, q, k, v, causal) < run.WRONG
+    out[-1, -1, -1] += 1
+    assert providers.relative_error(out, q, k, v, causal) > run.WRONG
+    out[-1, -1, -1] = torch.nan
+    assert not providers.relative_error(out, q, k, v, causal) < run.WRONG
+
+
+def test_a_wrong_peer_is_left_out_and_a_wrong_result_of_ours_is_shown(capsys):
+    def wrong(q, k, v, causal):
+        return torch.zeros_like(q)
+
+    def refuses(q, k, v, causal):
+        raise RuntimeError("not this one")
+
+    calls = (("flash_attn3", wrong), ("a", wrong), ("b", refuses))
+    candidates = [providers.Provider(name, call) for name, call in calls]
+    rows = run.measure(TINY, candidates, "cpu", rounds=1, round_ms=0.1)
+    assert [entry["provider"] for entry in rows] == ["flash_attn3"]
+    assert run.wrong_cells({"cells": rows}) == [f"{TINY.name}: relative error 1.0"]
+    assert run.missing_cells({"cells": rows}) == []
+    assert run.missing_cells({"cells": [row(TINY, "cudnn", 1.0)]}) == [TINY.name]
+    said = capsys.readouterr().out
+    assert "a is WRONG" in said and "b does not run" in said and "not this one" in said
+
+
+def test_rounds_alternate_in_order():
+    order = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    contexts = dict.fromkeys(calls, torch.no_grad)
+    timing.interleaved_ms(calls, contexts, "cpu", rounds=2, round_ms=0)
+    assert order[4:] == ["a", "a", "b", "b", "b", "b", "a", "a"]  # behind two calls of each to calibrate
+
+
+def test_host_time_and_ceilings_run_on_a_cpu():
+    assert timing.host_us({"x": lambda: None}, {"x": torch.no_grad}, "cpu", 2)["x"] >= 0
+    rates = timing.ceilings("cpu", size=32, copy_bytes=1024, round_ms=0.01)
+    assert {"bf16_matmul_tflops", "copy_tb_s"} <= rates.keys()
+
+
+def test_table_and_floors():
+    good, bad = standard(128, 8192, True), standard(64, 512, False)
+    rates = ((good, "flash_attn3", 800), (good, "cudnn", 600), (bad, "flash_attn3", 300), (bad, "cudnn", 400))
+    record = record_of(*(row(*rate) for rate in rates))
+    lines = report.table(record)
+    assert "aim reached" in lines[1] and "1.333" in lines[1] and "1.19" in lines[1]
+    assert "BELOW FLOOR" in lines[2]
+    assert report.below_floor(record) == [f"{bad.name}: 0.750 of cuDNN, floor 0.970 (-22.7%)"]
+
+
+def test_cells_that_fell():
+    one, other = standard(128, 8192, True), standard(128, 4096, True)
+    before = record_of(row(one, "flash_attn3", 700), row(one, "cudnn", 600), row(other, "flash_attn3", 700))
+    after = record_of(row(one, "flash_attn3", 670), row(one, "cudnn", 606), row(other, "flash_attn3", 690))
+    assert report.fallen(after, before) == [f"{one.name}: -4.3% (700.0 -> 670.0 TFLOP/s; cuDNN +1.0%)"]
+
+
+def test_record_round_trip(tmp_path, capsys):
+    cell = replace(standard(64, 512, False), graph=True)
+    overhead = {**run.OVERHEAD.fields(), "provider": "flash_attn3", "what": "fwd", "us": 19.5}
+    record = record_of(row(cell, "flash_attn3", 300), row(cell, "cudnn", 400), overhead)
+    run.write(record, tmp_path / "sub" / "record.json")
+    assert json.loads((tmp_path / "sub" / "record.json").read_text()) == record
+    run.show(record, tmp_path / "sub" / "record.json")
+    said = capsys.readouterr().out
+    for text in ("19.5  floor 30, aim 20", "WRONG RESULTS: none", "slower than record.json: none"):
+        assert text in said
+
+
+def test_readme_section(tmp_path):
+    rows = [row(standard(d, s, c), p, t) for d in (64, 128) for s in (512, 8192) for c in (False, True)
+            for p, t in (("flash_attn3", 660), ("cudnn", 600))]  # fmt: skip
+    text = readme.section(record_of(*rows))
+    assert text.count("660 (1.10x)") == 8 and "| 256 |" not in text and "a GPU" in text
+    page = f"# Title\n\n{readme.START}\nold\n{readme.END}\n\nmore\n"
+    page = readme.replaced(page, text)
+    assert page.startswith("# Title\n\n") and page.endswith("\n\nmore\n") and "old" not in page
+    assert readme.replaced(page, text) == page
+    with pytest.raises(ValueError, match="benchmark:start"):
+        readme.replaced("no markers", text)
+
+
+def test_readme_has_the_table_of_the_committed_record():
+    assert readme.main(["--check"]) == 0
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [row(standard(d, s, c), p, 500 + s / 100) for d in (64, 128) for s in cells.SEQLENS for c in (False, True)
+            for p in ("flash_attn3", "cudnn")]  # fmt: skip
+    assert plot.draw(record_of(*rows), "fwd", tmp_path / "fwd.png")
+    assert (tmp_path / "fwd.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot.draw(record_of(*rows), "bwd", tmp_path / "bwd.png")
+
+
+def load_committed(path: Path) -> dict:
+    if not path.exists():
+        pytest.skip(f"no {path.relative_to(ROOT)} yet")
+    record = json.loads(path.read_text())
+    from buildtools.digest import source_digest
+
+    if record["source_digest"] != source_digest(ROOT):
+        warnings.warn(f"{path.relative_to(ROOT)} is stale: it has to be measured again", stacklevel=2)
+    return record
+
+
+def test_committed_benchmark_has_the_format():
+    record = load_committed(RECORD)
+    wanted = {"device", "driver", "cuda", "torch", "date", "source_digest", "ceilings", "cells"}
+    assert wanted <= record.keys() and len(record["source_digest"]) == 16
+    for entry in record["cells"]:
+        cell = report.cell_of(entry)
+        assert cell.op in ("fwd", "bwd", "varlen_fwd", "varlen_bwd", "decode", "overhead")
+        if cell.op == "overhead":
+            assert entry["us"] > 0 and entry["what"] in ("fwd", "fwd_bwd", "sdpa_fwd")
+        else:
+            assert entry["ms"] > 0 and entry["rel_err"] < run.WRONG
+
+
+def test_committed_test_record_has_the_format():
+    record = load_committed(GPU_RECORD)
+    for key in ("device", "torch", "python", "cuda", "date", "source_digest", "extension_sha256"):
+        assert isinstance(record[key], str) and record[key]
+    assert record["passed"] > 0 and record["failed"] == 0
+    assert sum(record["skipped_reasons"].values()) == record["skipped"]
+    assert not any(record["sanitizer"].values())
