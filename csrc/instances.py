@@ -48,13 +48,12 @@ class ForwardKernel:
         return f"ForwardConfig<{_CPP_TYPE[self.dtype]}, {', '.join(map(str, sizes))}>"
 
 
-# (head_dim, head_dim_v, warpgroups, block_n, key_stages, value_stages). Of two rows for the same head dims the one with the
-# smaller block_n serves short sequences: it wastes less on the last and the diagonal blocks.
+# (head_dim, head_dim_v, warpgroups, block_n, key_stages, value_stages). Of two rows for the same head dims the one with
+# the smaller block_n serves short sequences: it wastes less on the last and the diagonal blocks.
 _FORWARD_TILES = (
     (64, 64, 3, 128, 4, 4),
     (96, 96, 3, 96, 4, 4),
     (128, 128, 3, 64, 4, 4),
-    (128, 128, 3, 80, 3, 3),
     (192, 128, 3, 64, 2, 2),
     (192, 192, 2, 80, 2, 2),
     (256, 256, 2, 64, 3, 2),
@@ -112,5 +111,6 @@ KernelRow const kKernelTable[] = {{
 {entries}
 }};
 int const kKernelCount = {len(selected)};
+static_assert({len(selected)} <= kMaxKernels);
 }}  // namespace flash_attn3
 """

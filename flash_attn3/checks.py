@@ -5,6 +5,7 @@ check reads a tensor's values.
 """
 
 import math
+import operator
 
 import torch
 from torch import Tensor
@@ -12,6 +13,15 @@ from torch import Tensor
 HALF = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
 WIDE = (torch.float32, torch.float64)
+
+
+def tensor(name: str, x) -> None:
+    """x is a plain dense tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is {x!r}; it must be a torch.Tensor")
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else x.layout
+        raise ValueError(f"{name} is a {kind} tensor; it must be a dense one, of layout torch.strided")
 
 
 def dense(
@@ -27,6 +37,7 @@ def dense(
 ) -> None:
     """Shapes, dtypes and devices. `wide` allows fp32 and fp64; `function` is the caller's name for the messages."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; {function} takes (batch, seqlen, heads, head_dim)")
         if x.device != q.device:
@@ -55,6 +66,7 @@ def dense(
     if kv_heads < 1 or heads % kv_heads != 0:
         raise ValueError(f"q has {heads} heads and k {kv_heads}; q's heads must be a multiple of k's")
     if qv is not None:
+        tensor("qv", qv)
         if q.dtype == FP8:
             raise NotImplementedError("qv: not with float8_e4m3fn inputs; 16-bit q, k, v and qv work")
         if tuple(qv.shape) != (*q.shape[:3], head_dim_v) or qv.dtype != q.dtype or qv.device != q.device:
@@ -65,6 +77,7 @@ def dense(
     for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if x is None:
             continue
+        tensor(name, x)
         if q.dtype != FP8:
             raise ValueError(f"{name} is only for float8_e4m3fn inputs; q has dtype {q.dtype}")
         if tuple(x.shape) != (batch, kv_heads) or x.dtype != torch.float32 or x.device != q.device:
@@ -74,18 +87,45 @@ def dense(
             )
 
 
-def options(softmax_scale: float, window_size, attention_chunk: int, softcap: float, sm_margin: int) -> None:
-    """Ranges of the numbers."""
+def options(
+    softmax_scale, window_size, attention_chunk, softcap, sm_margin
+) -> tuple[float, tuple[int, int], int, float]:
+    """softmax_scale, window_size, attention_chunk and softcap as plain numbers, in their ranges."""
+    softmax_scale, softcap = real("softmax_scale", softmax_scale), real("softcap", softcap)
+    attention_chunk, sm_margin = integer("attention_chunk", attention_chunk), integer("sm_margin", sm_margin)
     if not -math.inf < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be finite")
-    if len(window_size) != 2 or window_size[0] < -1 or window_size[1] < -1:
-        raise ValueError(f"window_size is {window_size}; it must be (left, right), each >= 0, or -1 for unbounded")
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size!r}; it must be (left, right), each >= 0, or -1 for unbounded")
+    left, right = integer("window_size", window_size[0]), integer("window_size", window_size[1])
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size is {(left, right)}; it must be (left, right), each >= 0, or -1 for unbounded")
     if attention_chunk < 0:
         raise ValueError(f"attention_chunk is {attention_chunk}; it must be >= 0 (0 is none)")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be finite and >= 0 (0 is none)")
     if sm_margin < 0:
         raise ValueError(f"sm_margin is {sm_margin}; it must be >= 0")
+    return softmax_scale, (left, right), attention_chunk, softcap
+
+
+def real(name: str, value) -> float:
+    """The number; a tensor is refused, for its gradient would be lost and a CUDA one would be read on the host."""
+    try:
+        if not isinstance(value, Tensor):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"{name} is {value!r}; it must be a Python number")
+
+
+def integer(name: str, value) -> int:
+    try:
+        if not isinstance(value, Tensor):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}: {value!r} is not an integer")
 
 
 def gradients(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -93,12 +133,17 @@ def gradients(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> N
     if q.dtype == FP8:
         raise NotImplementedError("q has dtype float8_e4m3fn, which has no backward; 16-bit inputs have one")
     shape = (*q.shape[:3], v.shape[3])
+    tensor("softmax_lse", lse)
     for name, x in (("dout", dout), ("out", out)):
+        tensor(name, x)
         if tuple(x.shape) != shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, dtype {x.dtype}, device {x.device}; "
                 f"it must be {shape}, {q.dtype}, {q.device}"
             )
     wanted = (q.shape[0], q.shape[2], q.shape[1])
-    if tuple(lse.shape) != wanted or lse.dtype not in WIDE:
-        raise ValueError(f"softmax_lse has shape {tuple(lse.shape)}, dtype {lse.dtype}; it must be {wanted}, float32")
+    if tuple(lse.shape) != wanted or lse.dtype not in WIDE or lse.device != q.device:
+        raise ValueError(
+            f"softmax_lse has shape {tuple(lse.shape)}, dtype {lse.dtype}, device {lse.device}; "
+            f"it must be {wanted}, float32, {q.device}"
+        )

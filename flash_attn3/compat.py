@@ -67,16 +67,14 @@ def _refuse(function: str, **arguments) -> None:
 
 def _forward(q, k, v, qv, descales, softmax_scale, causal, window, attention_chunk, softcap, sm_margin, out, function):
     """out and lse by the backend that dispatch chooses, into the caller's `out` if there is one."""
-    checks.dense(q, k, v, qv, *descales, False, function)
-    if softmax_scale is None:
-        softmax_scale = q.shape[3] ** -0.5
-    checks.options(softmax_scale, window, attention_chunk, softcap, sm_margin)
-    window = dispatch.normalize_window(window, causal, q.shape[1], k.shape[1])
-    has_descale = any(x is not None for x in descales)
-    problem = dispatch.problem_of(q, k, v, softmax_scale, window, attention_chunk, softcap, qv is not None, has_descale)
+    problem = dispatch.checked_problem(
+        q, k, v, qv, descales, softmax_scale, causal, window, attention_chunk, softcap, sm_margin,
+        wide=False, function=function,
+    )  # fmt: skip
+    numbers = (problem.softmax_scale, problem.window, problem.attention_chunk, problem.softcap)
     kernel = dispatch.use_kernel(problem, None)
     if out is None:
-        return autograd.forward(q, k, v, qv, *descales, softmax_scale, window, attention_chunk, softcap, kernel)
+        return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
     shape = (*q.shape[:3], v.shape[3])
     dtype = torch.bfloat16 if q.dtype == checks.FP8 else q.dtype
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != q.device:
@@ -85,8 +83,9 @@ def _forward(q, k, v, qv, descales, softmax_scale, causal, window, attention_chu
             f"it must be {shape}, {dtype}, {q.device}"
         )
     if kernel:
-        return out, torch.ops.flash_attn3.forward_out.default(q, k, v, out, softmax_scale, window[1] == 0)
-    result, lse = autograd.forward(q, k, v, qv, *descales, softmax_scale, window, attention_chunk, softcap, False)
+        causal = problem.window[1] == 0
+        return out, torch.ops.flash_attn3.forward_out.default(q, k, v, out, problem.softmax_scale, causal)
+    result, lse = autograd.forward(q, k, v, qv, *descales, *numbers, False)
     return out.copy_(result), lse
 
 
@@ -96,7 +95,7 @@ def _backward(dout, q, k, v, out, lse, softmax_scale, causal, window, softcap, s
     checks.gradients(dout, q, v, out, lse)
     if softmax_scale is None:
         softmax_scale = q.shape[3] ** -0.5
-    checks.options(softmax_scale, window, 0, softcap, sm_margin)
+    softmax_scale, window, _, softcap = checks.options(softmax_scale, window, 0, softcap, sm_margin)
     for name, x, grad in zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True):
         if grad is not None and (grad.shape != x.shape or grad.dtype != x.dtype or grad.device != x.device):
             raise ValueError(
@@ -173,6 +172,8 @@ def _fwd(
         kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         seqlens_rotary=seqlens_rotary,
     )  # fmt: skip
+    if softmax_scale is None and q_v is not None:  # unlike the Python functions, which count v's head dim too
+        softmax_scale = max(1, q.shape[-1:].numel()) ** -0.5
     out, lse = _forward(
         q, k, v, q_v, (q_descale, k_descale, v_descale), softmax_scale, is_causal,
         (window_size_left, window_size_right), attention_chunk, softcap, sm_margin, out, "flash_attn_3.fwd",
@@ -232,8 +233,6 @@ def _flash_attn_forward(
         kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         seqlens_rotary=seqlens_rotary,
     )  # fmt: skip
-    if softmax_scale is None:
-        softmax_scale = (q.shape[-1] + (0 if qv is None else v.shape[-1])) ** -0.5
     arguments = (
         q, k, v, qv, q_descale, k_descale, v_descale, softmax_scale, causal, window_size_left, window_size_right,
         attention_chunk, softcap,

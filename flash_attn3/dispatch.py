@@ -4,17 +4,18 @@ A `Problem` is plain numbers, so the choice can be asked and tested for devices 
 through silently: `reasons_not_supported` is empty exactly when the kernels run, and `explain` shows it to the user.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from flash_attn3 import checks, ops
 
 CAPABILITY = (9, 0)
 MAX_HEAD_DIM = 256
+# softmax_scale is a normal float32 in the kernels, also times log2(e).
+MIN_SCALE = 2.0**-126
+MAX_SCALE = 2.0**127
 
 
 class Problem(NamedTuple):
@@ -37,6 +38,22 @@ class Problem(NamedTuple):
 _hopper: dict[int, bool] = {}  # per CUDA device index; a GPU's capability does not change
 
 
+def _largest_rows() -> dict[torch.dtype, list[tuple[int, int]]]:
+    """(head_dim, head_dim_v) of the forward kernels of each dtype, without those that another one covers.
+
+    A kernel runs every smaller head dim too. A build may be a subset of the kernels (FLASH_ATTN3_KERNELS).
+    """
+    largest = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        table = [row for row in ops.kernel_table() if row["op"] == "forward" and row["dtype"] == name]
+        dims = {(row["head_dim"], row["head_dim_v"]) for row in table}
+        largest[dtype] = [x for x in dims if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in dims)]
+    return largest
+
+
+_rows = _largest_rows()
+
+
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(index)
@@ -55,6 +72,14 @@ def has_kernels(index: int) -> bool:
     return ops.loaded and is_hopper(index)
 
 
+def has_row(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
+    """Whether this build has a kernel for these head dims; select_kernel would not return -1."""
+    for largest, largest_v in _rows.get(dtype, ()):  # noqa: SIM110, any() takes twice the time of this hot line
+        if 0 < head_dim <= largest and 0 < head_dim_v <= largest_v:
+            return True
+    return False
+
+
 def normalize_window(window_size: tuple[int, int], causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """(left, right) where a bound that reaches past every key is -1; causal forces right to 0."""
     left, right = window_size
@@ -63,6 +88,13 @@ def normalize_window(window_size: tuple[int, int], causal: bool, seqlen_q: int, 
     elif right > 0 and right >= seqlen_q - 1:
         right = -1
     return (-1 if left >= seqlen_k - 1 else left), right
+
+
+def normalize_chunk(attention_chunk: int, seqlen_q: int, seqlen_k: int) -> int:
+    """0 if all keys and queries are in one chunk anyway."""
+    if attention_chunk >= max(1, seqlen_q, seqlen_k):
+        return 0 if seqlen_q <= seqlen_k else seqlen_q  # more queries than keys: the first ones are in chunk -1
+    return attention_chunk
 
 
 def _reasons(problem: Problem) -> list[tuple]:
@@ -85,8 +117,14 @@ def _reasons(problem: Problem) -> list[tuple]:
     if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM:
         dims = problem.head_dim, problem.head_dim_v
         reasons.append(("head dims {} and {}: the kernels go to {}", *dims, MAX_HEAD_DIM))
-    if not 0 < problem.softmax_scale < math.inf:
-        reasons.append(("softmax_scale {}: the kernels need it positive", problem.softmax_scale))
+    elif ops.loaded and problem.dtype in checks.HALF:
+        dims = problem.head_dim, problem.head_dim_v
+        if not has_row(problem.dtype, *dims):
+            lacking = "head dims {} and {} in {}: this build lacks the kernel (FLASH_ATTN3_KERNELS chose a subset)"
+            reasons.append((lacking, *dims, problem.dtype))
+    if not MIN_SCALE <= problem.softmax_scale <= MAX_SCALE:
+        limits = "softmax_scale {}: the kernels need it from {} to {}"
+        reasons.append((limits, problem.softmax_scale, MIN_SCALE, MAX_SCALE))
     if problem.window != (-1, -1) and problem.window != (-1, 0):
         reasons.append(("window_size {}: the kernels do causal and unbounded attention", problem.window))
     if problem.attention_chunk > 0:
@@ -142,29 +180,28 @@ def explain_problem(problem: Problem) -> Explanation:
         row = torch.ops.flash_attn3.select_kernel(
             problem.head_dim, problem.head_dim_v, problem.seqlen_q, problem.seqlen_k, causal, bf16
         )
-        if row < 0:
-            reasons = ["this build lacks the kernel for it (FLASH_ATTN3_KERNELS chose a subset): the call would raise"]
-        else:
-            kernel = next(entry["name"] for entry in ops.kernel_table() if entry["id"] == row)
+        kernel = next(entry["name"] for entry in ops.kernel_table() if entry["id"] == row)
     backward = "portable (blockwise PyTorch on the tensors' device)"
     if problem.dtype == checks.FP8:
         backward = "none (float8_e4m3fn)"
     return Explanation("kernel" if kernel else "portable", kernel, tuple(reasons), backward)
 
 
-def problem_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float,
-    window: tuple[int, int],
-    attention_chunk: int,
-    softcap: float,
-    has_qv: bool,
-    has_descale: bool,
+def checked_problem(
+    q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin, *, wide, function
 ) -> Problem:
-    """The problem of checked tensors and a normalised window."""
+    """The problem of a call, its arguments checked (see flash_attn3.checks for `wide` and `function`)."""
+    checks.dense(q, k, v, qv, *descales, wide, function)
+    _, seqlen_q, _, head_dim = q.shape
+    _, seqlen_k, _, head_dim_v = v.shape
+    if softmax_scale is None:
+        softmax_scale = float((head_dim + (0 if qv is None else head_dim_v)) ** -0.5)
+    softmax_scale, window_size, attention_chunk, softcap = checks.options(
+        softmax_scale, window_size, attention_chunk, softcap, sm_margin
+    )
     return Problem(
-        q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], v.shape[3],
-        softmax_scale, window, attention_chunk, softcap, has_qv, has_descale,
+        q.device, q.dtype, seqlen_q, seqlen_k, head_dim, head_dim_v, softmax_scale,
+        normalize_window(window_size, causal, seqlen_q, seqlen_k),
+        normalize_chunk(attention_chunk, seqlen_q, seqlen_k),
+        softcap, qv is not None, any(x is not None for x in descales),
     )  # fmt: skip

@@ -14,8 +14,8 @@ from torch import Tensor
 from flash_attn3 import autograd, checks, dispatch
 
 _forward = torch.ops.flash_attn3.forward.default
-_has_kernels = dispatch.has_kernels
-_MAX_HEAD_DIM = dispatch.MAX_HEAD_DIM
+_has_kernels, _has_row, _transformed = dispatch.has_kernels, dispatch.has_row, autograd.transformed
+_MIN_SCALE, _MAX_SCALE = dispatch.MIN_SCALE, dispatch.MAX_SCALE
 
 
 def flash_attn_func(
@@ -60,29 +60,33 @@ def flash_attn_func(
     Raises ValueError or RuntimeError for tensors and numbers that do not fit, NotImplementedError for what no backend
     does; all name the argument. `flash_attn3.explain` takes the same arguments and says which backend runs them.
     """
-    # The common call: every option at its default, on a Hopper GPU, no gradient. The operator checks the tensors.
+    # The common call: every option at its default, on a Hopper GPU, no gradient. The operator checks the shapes.
     if (
         qv is None
         and q_descale is None
         and k_descale is None
         and v_descale is None
-        and not attention_chunk
-        and not softcap
+        and attention_chunk == 0
+        and softcap == 0
+        and sm_margin == 0
         and window_size == (-1, -1)
-        and sm_margin >= 0
+        and isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
         and q.is_cuda
+        and q.dim() == v.dim() == 4
         and _has_kernels(q.get_device())
-        and (q.dtype is torch.bfloat16 or q.dtype is torch.float16)
+        and _has_row(q.dtype, q.shape[3], v.shape[3])
+        and (softmax_scale is None or (isinstance(softmax_scale, float) and _MIN_SCALE <= softmax_scale <= _MAX_SCALE))
         and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+        and not _transformed()
     ):
-        head_dim = q.shape[-1]
-        if 0 < head_dim <= _MAX_HEAD_DIM and v.shape[-1] <= _MAX_HEAD_DIM:
-            out, lse = _forward(q, k, v, head_dim**-0.5 if softmax_scale is None else softmax_scale, bool(causal))
-            return (out, lse) if return_attn_probs else out
+        out, lse = _forward(q, k, v, q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale, bool(causal))
+        return (out, lse) if return_attn_probs else out
     descales = (q_descale, k_descale, v_descale)
     out, lse = _attend(
         q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
-        wide=False, backend=None, function="flash_attn_func",
+        wide=False, backend=None, function="flash_attn_func", with_lse=return_attn_probs,
     )  # fmt: skip
     return (out, lse) if return_attn_probs else out
 
@@ -107,9 +111,11 @@ def flash_attn_qkvpacked_func(
     qkv is (B, S, 3, H, D), or with num_heads_q (B, S, num_heads_q + 2 * Hkv, D): the query heads, then the key heads,
     then the value heads. The other arguments, the result and the errors are those of flash_attn_func.
     """
+    checks.tensor("qkv", qkv)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None:
+        num_heads_q = checks.integer("num_heads_q", num_heads_q)
         kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
         if num_heads_q < 1 or kv_heads < 1 or rest:
             raise ValueError(
@@ -154,7 +160,7 @@ def attention(
     descales = (q_descale, k_descale, v_descale)
     out, lse = _attend(
         q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, 0,
-        wide=True, backend=backend, function="attention",
+        wide=True, backend=backend, function="attention", with_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -184,36 +190,27 @@ def explain(
     `reasons` (why not the kernels) and `backward`; print it to read it. Arguments that do not fit raise as in the call.
     """
     descales = (q_descale, k_descale, v_descale)
-    problem = _problem(
-        q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin, True, "explain"
-    )
+    problem = dispatch.checked_problem(
+        q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
+        wide=True, function="explain",
+    )  # fmt: skip
     return dispatch.explain_problem(problem)
 
 
-def _problem(
-    q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin, wide, function
-) -> dispatch.Problem:
-    """Check all arguments and put the numbers together."""
-    checks.dense(q, k, v, qv, *descales, wide, function)
-    if softmax_scale is None:
-        softmax_scale = (q.shape[3] + (0 if qv is None else v.shape[3])) ** -0.5
-    softmax_scale, softcap = float(softmax_scale), float(softcap)
-    checks.options(softmax_scale, window_size, attention_chunk, softcap, sm_margin)
-    window = dispatch.normalize_window(window_size, causal, q.shape[1], k.shape[1])
-    has_descale = any(x is not None for x in descales)
-    return dispatch.problem_of(q, k, v, softmax_scale, window, attention_chunk, softcap, qv is not None, has_descale)
-
-
-def _attend(q, k, v, qv, descales, *options, wide, backend, function) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call with any options, those of `_problem`: check, choose the backend, run, with a gradient."""
-    problem = _problem(q, k, v, qv, descales, *options, wide, function)
+def _attend(q, k, v, qv, descales, *options, wide, backend, function, with_lse) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with any options, those of `checked_problem`; lse has a gradient only `with_lse`."""
+    problem = dispatch.checked_problem(q, k, v, qv, descales, *options, wide=wide, function=function)
     numbers = (problem.softmax_scale, problem.window, problem.attention_chunk, problem.softcap)
     kernel = dispatch.use_kernel(problem, backend)
     needs_grad = q.requires_grad or k.requires_grad or v.requires_grad or (qv is not None and qv.requires_grad)
-    if not (needs_grad and torch.is_grad_enabled()):
-        return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
-    if q.dtype == checks.FP8:
+    needs_grad = needs_grad and torch.is_grad_enabled()
+    if q.dtype == checks.FP8 and needs_grad:
         raise NotImplementedError("q, k, v: float8_e4m3fn has no gradient; use torch.no_grad() or 16-bit inputs")
+    transformed = _transformed()
+    if q.dtype == checks.FP8 or not (needs_grad or transformed):
+        return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
+    if transformed:
+        autograd.refuse_tangents(q=q, k=k, v=v, qv=qv)
     # torch.compile refuses one tensor in two places of an autograd.Function.
     if k is q:
         k = k.view_as(k)
@@ -221,4 +218,4 @@ def _attend(q, k, v, qv, descales, *options, wide, backend, function) -> tuple[T
         v = v.view_as(v)
     if qv is q:
         qv = qv.view_as(qv)
-    return autograd.Attention.apply(q, k, v, qv, *numbers, kernel)
+    return autograd.Attention.apply(q, k, v, qv, *numbers, kernel, with_lse, False)

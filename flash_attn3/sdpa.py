@@ -26,13 +26,20 @@ def scaled_dot_product_attention(
     """softmax(query key^T * scale) value, with the semantics of torch's function of the same name.
 
     query (N, .., H, L, E), key (N, .., Hkv, S, E), value (N, .., Hkv, S, Ev); Hkv == H, or with enable_gqa a divisor of
-    it. scale None is E ** -0.5. Returns (N, .., H, L, Ev) with the dtype of query and its order of dims in memory, as
-    torch's flash backend does. Casts to the autocast dtype under autocast. Differentiable. Errors are torch's, and
-    RuntimeError for attn_mask with is_causal.
+    it. scale None is E ** -0.5. Returns (N, .., H, L, Ev) with the dtype of query. What the kernels compute has query's
+    order of dims in memory, for Ev == E the layout of empty_like(query), as from torch's flash backend; elsewhere torch
+    chooses. Casts to the autocast dtype under autocast. Differentiable. Errors are torch's, and RuntimeError for
+    attn_mask with is_causal.
     """
     if attn_mask is not None and is_causal:  # torch documents this error; some of its CPU paths go on
         raise RuntimeError("attn_mask must be None with is_causal=True; put the causal mask into attn_mask instead")
-    if attn_mask is None and dropout_p == 0.0 and query.is_cuda and dispatch.has_kernels(query.get_device()):
+    if (
+        attn_mask is None
+        and dropout_p == 0.0
+        and isinstance(query, Tensor)
+        and query.is_cuda
+        and dispatch.has_kernels(query.get_device())
+    ):
         if torch.is_autocast_enabled("cuda"):
             query, key, value = _autocast(query, key, value)
         if _kernels_apply(query, key, value, is_causal, scale, enable_gqa):
@@ -45,43 +52,49 @@ def scaled_dot_product_attention(
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     """What autocast does to the arguments of torch's function: floating point, except fp64, to the lower precision."""
     dtype = torch.get_autocast_dtype("cuda")
-    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+    return [
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    ]
 
 
 def _kernels_apply(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> bool:
     """Whether the tensors are plain, fit each other without broadcasting, and the kernels know the problem."""
-    if query.is_nested or key.is_nested or value.is_nested or not (query.dim() == key.dim() == value.dim() >= 3):
+    if not (isinstance(key, Tensor) and isinstance(value, Tensor) and query.dim() == key.dim() == value.dim() >= 3):
         return False
-    *lead, heads, seqlen_q, head_dim = query.shape
-    *lead_k, kv_heads, seqlen_k, head_dim_k = key.shape
-    *lead_v, heads_v, seqlen_v, head_dim_v = value.shape
-    fits = (
-        query.dtype == key.dtype == value.dtype
-        and query.device == key.device == value.device
-        and lead == lead_k == lead_v
-        and (kv_heads, seqlen_k) == (heads_v, seqlen_v)
-        and head_dim == head_dim_k > 0 < head_dim_v
+    if query.is_nested or key.is_nested or value.is_nested or autograd.transformed():
+        return False
+    shape, shape_k, shape_v, dtype = query.shape, key.shape, value.shape, query.dtype
+    heads, kv_heads, head_dim = shape[-3], shape_k[-3], shape[-1]
+    return (
+        dtype == key.dtype == value.dtype
+        and query.get_device() == key.get_device() == value.get_device()
+        and shape[:-3] == shape_k[:-3]
+        and shape_k[:-1] == shape_v[:-1]
+        and head_dim == shape_k[-1]
         and (heads == kv_heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0))
-        and not (is_causal and seqlen_q > seqlen_k)
+        and not (is_causal and shape[-2] > shape_k[-2])
+        and (scale is None or dispatch.MIN_SCALE <= scale <= dispatch.MAX_SCALE)
+        and dispatch.has_row(dtype, head_dim, shape_v[-1])
     )
-    if not fits:
-        return False
-    scale = head_dim**-0.5 if scale is None else scale
-    problem = dispatch.Problem(query.device, query.dtype, seqlen_q, seqlen_k, head_dim, head_dim_v, scale)
-    return dispatch.use_kernel(problem, None)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
     """The kernel on (N, .., H, L, E) tensors that `_kernels_apply` accepted."""
-    lead = query.shape[:-3]
-    if is_causal and key.shape[-2] != query.shape[-2]:
-        key, value = key[..., : query.shape[-2], :], value[..., : query.shape[-2], :]
-    if len(lead) != 1:
-        query, key, value = (x.flatten(0, -4) if lead else x.unsqueeze(0) for x in (query, key, value))
+    shape = query.shape
+    scale = shape[-1] ** -0.5 if scale is None else scale
+    if is_causal and key.shape[-2] != shape[-2]:
+        key, value = key[..., : shape[-2], :], value[..., : shape[-2], :]
+    lead = shape[:-3]
+    if len(lead) == 1:
+        return _transposed(query, key, value, scale, is_causal)
+    if not lead:
+        return _transposed(query[None], key[None], value[None], scale, is_causal)[0]
+    return _transposed(*(x.flatten(0, -4) for x in (query, key, value)), scale, is_causal).unflatten(0, lead)
+
+
+def _transposed(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    out = autograd.attention_into(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, is_causal).transpose(1, 2)
-    if len(lead) != 1:
-        out = out.unflatten(0, lead) if lead else out.squeeze(0)
-    return out
+    return autograd.attention_like_query(q, k, v, scale, is_causal).transpose(1, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import attention, flash_attn_func, flash_attn_qkvpacked_func
+from flash_attn3 import attention, flash_attn_func, flash_attn_qkvpacked_func, interface
 
 OPTIONS = (
     "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), "
@@ -105,7 +105,9 @@ def test_packed():
     for bad, options in ((qkv[:, :, :2], {}), (grouped, {}), (qkv[0, 0], {})):
         with pytest.raises(ValueError, match="qkv has shape"):
             flash_attn_qkvpacked_func(bad, **options)
-    for heads in (0, 3, 8):
+    with pytest.raises(ValueError, match="qkv is None"):
+        flash_attn_qkvpacked_func(None)
+    for heads in (0, 3, 8, "4"):
         with pytest.raises(ValueError, match="num_heads_q"):
             flash_attn_qkvpacked_func(grouped, num_heads_q=heads)
 
@@ -152,6 +154,17 @@ ERRORS = {
     "softcap nan": (bad(softcap=float("nan")), "softcap is nan"),
     "scale": (bad(softmax_scale=float("inf")), "softmax_scale is inf"),
     "sm_margin": (bad(sm_margin=-1), "sm_margin is -1"),
+    "no tensor": (bad(v=None), "v is None"),
+    "qv is a number": (bad(qv=3), "qv is 3"),
+    "sparse": (bad(k=K.to_sparse()), "k is a torch.sparse_coo tensor"),
+    "nested": (bad(q=torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged)), "q is a nested tensor"),
+    "scale is a tensor": (bad(softmax_scale=torch.tensor(0.3, requires_grad=True)), "softmax_scale is tensor"),
+    "scale is text": (bad(softmax_scale="x"), "softmax_scale is 'x'"),
+    "softcap is None": (bad(softcap=None), "softcap is None"),
+    "chunk is a fraction": (bad(attention_chunk=2.5), "attention_chunk: 2.5"),
+    "sm_margin is None": (bad(sm_margin=None), "sm_margin: None"),
+    "window is None": (bad(window_size=None), "window_size is None"),
+    "window of a fraction": (bad(window_size=(1.5, 0)), "window_size: 1.5"),
 }
 
 
@@ -160,6 +173,45 @@ def test_errors_name_the_argument(name):
     arguments, message = ERRORS[name]
     with pytest.raises((ValueError, RuntimeError), match=message):
         flash_attn_func(**arguments)
+
+
+class OnHopper(torch.Tensor):
+    """A CPU tensor that says it is on cuda:0."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = property(lambda self: True)
+
+
+def test_which_calls_go_straight_to_the_kernel(monkeypatch):
+    """The short cut of flash_attn_func takes what the kernels do and nothing else; the rest takes the checked way."""
+    calls = []
+
+    def forward(q, k, v, softmax_scale, causal):
+        calls.append((softmax_scale, causal))
+        return q, q
+
+    monkeypatch.setattr(interface, "_forward", forward)
+    monkeypatch.setattr(interface, "_has_kernels", lambda index: True)
+    monkeypatch.setattr(interface, "_has_row", lambda dtype, *dims: dtype == torch.bfloat16 and max(dims) <= 256)
+    q, k, v = (x.as_subclass(OnHopper) for x in inputs())
+    for options, want in (({}, (8**-0.5, False)), ({"softmax_scale": 0.3, "causal": 1}, (0.3, True))):
+        assert flash_attn_func(q, k, v, **options) is q and calls.pop() == want
+    for options in (
+        {"softmax_scale": -0.3},
+        {"softmax_scale": 0.0},
+        {"softcap": 1.0},
+        {"window_size": (3, 0)},
+        {"attention_chunk": 4},
+        {"sm_margin": 3},
+    ):
+        flash_attn_func(q, k, v, **options)
+        assert flash_attn_func(q, k, v, **options).shape == q.shape
+    flash_attn_func(q.half(), k.half(), v.half())  # a kernel that the build lacks
+    flash_attn_func(q, k.detach().requires_grad_(), v)
+    for arguments in ((q, k, None), (q[0, 0, 0, 0], k, v), (q[0], k, v), (q, k, v[0]), (q, k, v, float("nan"))):
+        with pytest.raises(ValueError, match=r"is None|has shape|is nan"):
+            flash_attn_func(*arguments)
+    assert not calls
 
 
 def test_errors_of_e4m3():

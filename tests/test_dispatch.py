@@ -5,17 +5,18 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import dispatch, ops
+from flash_attn3 import checks, dispatch, ops
 
 CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Sets the compute capability that cuda:0 seems to have, with the extension loaded."""
+    """Sets the compute capability that cuda:0 seems to have, with the extension and all its kernels loaded."""
 
     def set_to(value):
         monkeypatch.setattr(ops, "loaded", True)
+        monkeypatch.setattr(dispatch, "_rows", {dtype: [(256, 256)] for dtype in checks.HALF})
         monkeypatch.setattr(dispatch, "_hopper", {})
         monkeypatch.setattr(dispatch, "capability", lambda index: value)
 
@@ -53,9 +54,8 @@ def test_other_gpus_are_portable_c25(capability, found):
     assert not dispatch.has_kernels(0)
 
 
-def test_capability_is_that_of_the_tensors_device(monkeypatch):
-    monkeypatch.setattr(ops, "loaded", True)
-    monkeypatch.setattr(dispatch, "_hopper", {})
+def test_capability_is_that_of_the_tensors_device(monkeypatch, capability):
+    capability(None)
     monkeypatch.setattr(dispatch, "capability", lambda index: (9, 0) if index == 1 else (8, 6))
     assert dispatch.has_kernels(1) and not dispatch.has_kernels(0)
     assert dispatch.reasons_not_supported(problem(device=torch.device("cuda", 1))) == []
@@ -72,6 +72,7 @@ def test_capability_is_that_of_the_tensors_device(monkeypatch):
         ({"head_dim_v": 512}, "512"),
         ({"softmax_scale": 0.0}, "softmax_scale"),
         ({"softmax_scale": -1.0}, "softmax_scale"),
+        ({"softmax_scale": 1e-50}, "softmax_scale"),
         ({"window": (5, 0)}, "window_size"),
         ({"window": (-1, 3)}, "window_size"),
         ({"attention_chunk": 4}, "attention_chunk"),
@@ -86,6 +87,30 @@ def test_each_reason_names_its_argument(capability, changes, word):
     assert len(reasons) == 1 and word in reasons[0]
     with pytest.raises(NotImplementedError, match=word):
         dispatch.use_kernel(problem(**changes), "kernel")
+
+
+def test_a_kernel_that_the_build_lacks(monkeypatch, capability):
+    """A subset of the kernels: what none of them covers is portable, and explain says why."""
+    capability((9, 0))
+    monkeypatch.setattr(dispatch, "_rows", {torch.bfloat16: [(192, 128), (128, 160)], torch.float16: []})
+    for dims in ((64, 64), (128, 160), (192, 128)):
+        assert dispatch.use_kernel(problem(head_dim=dims[0], head_dim_v=dims[1]), None)
+    for changes in ({"dtype": torch.float16}, {"head_dim": 192, "head_dim_v": 160}, {"head_dim": 256}):
+        assert not dispatch.use_kernel(problem(**changes), None)
+        reasons = dispatch.reasons_not_supported(problem(**changes))
+        assert len(reasons) == 1 and "this build lacks the kernel" in reasons[0]
+        how = dispatch.explain_problem(problem(**changes))
+        assert how.backend == "portable" and how.reasons == tuple(reasons)
+
+
+@pytest.mark.skipif(not ops.loaded, reason="needs the extension")
+def test_has_row_is_what_select_kernel_finds():
+    dims = (1, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257)
+    for dtype in checks.HALF:
+        for head_dim in dims:
+            for head_dim_v in dims:
+                row = torch.ops.flash_attn3.select_kernel(head_dim, head_dim_v, 9, 9, False, dtype == torch.bfloat16)
+                assert dispatch.has_row(dtype, head_dim, head_dim_v) == (row >= 0)
 
 
 def test_without_the_extension(monkeypatch, capability):
@@ -115,6 +140,16 @@ def test_windows_that_are_none():
     assert dispatch.normalize_window((127, 127), True, 128, 128) == (-1, 0)
     assert dispatch.normalize_window((126, 0), False, 128, 128) == (126, 0)
     assert dispatch.normalize_window((-1, 0), False, 1, 128) == (-1, 0)
+
+
+def test_normalised_chunks_see_the_same_keys():
+    for sq in (0, 1, 5, 9):
+        for sk in (0, 1, 4, 9):
+            for chunk in (0, 1, 3, 4, 5, 8, 9, 10, 50):
+                want = oracle.visible(sq, sk, chunk=chunk)
+                normal = dispatch.normalize_chunk(chunk, sq, sk)
+                assert torch.equal(oracle.visible(sq, sk, chunk=normal), want) and normal <= max(sq, sk)
+    assert dispatch.normalize_chunk(2**70, 9, 9) == 0
 
 
 def test_explain():

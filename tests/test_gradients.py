@@ -140,15 +140,57 @@ def test_deterministic():
 
 
 def test_differentiating_twice():
+    """An error on every way to a second derivative, not a term that is silently missing (a gradient penalty)."""
     inputs = leaves(*(torch.randn(1, 8, 2, 8) for _ in range(3)))
-    out = flash_attn3.attention(*inputs)
-    (dq,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+    for loss in (torch.sum, lambda x: x.square().sum()):
+        out = flash_attn3.attention(*inputs)
+        (dq,) = torch.autograd.grad(loss(out), inputs[:1], create_graph=True)
+        with pytest.raises(NotImplementedError, match="differentiated twice"):
+            torch.autograd.grad(dq.square().sum() + out.sum(), inputs)
+        with pytest.raises(NotImplementedError, match="differentiated twice"):
+            dq.sum().backward()
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        torch.autograd.functional.hessian(lambda q: flash_attn3.attention(q, *inputs[1:]).square().sum(), inputs[0])
     out = flash_attn3.attention(*inputs).sum()
     out.backward()
     with pytest.raises(RuntimeError, match="second time"):
         out.backward()
+
+
+def test_forward_mode_is_an_error():
+    q, k, v = (torch.randn(1, 8, 2, 8) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: flash_attn3.attention(q, k, v), (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            flash_attn3.attention(q, dual, v)
+        assert torch.equal(flash_attn3.attention(q, k, v), flash_attn3.attention(q, k, v, return_lse=True)[0])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_function_transforms():
+    """torch.func.grad, vmap and both (gradients per sample) are those of autograd, of each sample."""
+    torch.manual_seed(7)
+    q, k, v = (torch.randn(3, 2, s, 4, 8) for s in (6, 7, 7))
+
+    def loss(q, k, v):
+        out, lse = flash_attn3.attention(q, k, v, causal=True, return_lse=True)
+        return out.square().sum() + lse.sin().sum()
+
+    got = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    for i in range(3):
+        inputs = leaves(q[i], k[i], v[i])
+        want = torch.autograd.grad(loss(*inputs), inputs)
+        single = torch.func.grad(loss, argnums=(0, 1, 2))(q[i], k[i], v[i])
+        assert all(torch.equal(a[i], b) and torch.equal(b, c) for a, b, c in zip(got, want, single, strict=True))
+    inputs = leaves(q, k, v)
+    out = torch.vmap(lambda *x: flash_attn3.attention(*x, causal=True))(*inputs)
+    flat = flash_attn3.attention(*(x.flatten(0, 1) for x in inputs), causal=True)
+    assert torch.equal(out.flatten(0, 1), flat)
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    for a, b in zip(grads, torch.autograd.grad(flat.square().sum(), inputs), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_nothing_large_is_saved():

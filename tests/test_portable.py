@@ -290,7 +290,9 @@ def test_key_blocks_cover_what_is_visible_and_nothing_else():
         for begin in range(0, sq, rows):
             end = min(begin + rows, sq)
             for first, last, masked in band.key_blocks(begin, end, r.choice([7, 20, 64])):
-                block = band.visible(begin, end, first, last, torch.device("cpu"))
+                block = torch.ones(end - begin, last - first, dtype=torch.bool)
+                if band.bounded:
+                    block = ~band.hidden(begin, end, first, last, torch.device("cpu"))
                 assert masked or block.all()
                 seen[begin:end, first:last] += block
         assert torch.equal(seen, want.int())

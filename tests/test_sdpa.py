@@ -42,6 +42,7 @@ def kernels(monkeypatch):
     library.impl("forward", forward, "CPU")
     library.impl("forward_out", forward_out, "CPU")
     monkeypatch.setattr(dispatch, "_reasons", lambda problem: [])
+    monkeypatch.setattr(dispatch, "has_row", lambda dtype, head_dim, head_dim_v: True)
     yield calls
     library._destroy()
 
@@ -110,11 +111,21 @@ def test_out_is_laid_out_like_the_query(kernels, order, ev):
 
 @pytest.mark.parametrize(
     "name",
-    ["heads without enable_gqa", "heads not divisible", "dtypes", "batch to broadcast", "lengths", "head dims", "2-D"],
+    [
+        "heads without enable_gqa",
+        "heads not divisible",
+        "dtypes",
+        "batch to broadcast",
+        "lengths",
+        "head dims",
+        "2-D",
+        "scale",
+        "no tensor",
+    ],
 )
 def test_what_does_not_fit_goes_to_torch(kernels, name):
     q, k, v = inputs()
-    gqa = True
+    gqa, scale = True, None
     if name == "heads without enable_gqa":
         k, v, gqa = k[:, :2], v[:, :2], False
     elif name == "heads not divisible":
@@ -127,9 +138,31 @@ def test_what_does_not_fit_goes_to_torch(kernels, name):
         v = v[:, :, :5]
     elif name == "head dims":
         k = k[..., :8]
+    elif name == "scale":
+        scale = -0.3
+    elif name == "no tensor":
+        v = None
     else:
         q, k, v = q[0, 0], k[0, 0], v[0, 0]
-    assert not sdpa._kernels_apply(q, k, v, False, None, gqa)
+    assert not sdpa._kernels_apply(q, k, v, False, scale, gqa)
+
+
+def test_derivatives_that_the_kernels_lack_go_to_torch(kernels):
+    """Under torch.func and forward mode torch's own function runs, which has a rule for them."""
+    q, k, v = inputs()
+    seen = []
+
+    def ask(q):
+        seen.append(sdpa._kernels_apply(q, k, v, False, None, False))
+        return q.sum()
+
+    ask(q)
+    torch.func.grad(ask)(q)
+    torch.vmap(ask)(torch.stack([q, q]))
+    torch.func.jvp(ask, (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        ask(q)
+    assert seen == [True, False, False, False, False]
 
 
 def test_compiles_around_the_kernel(kernels):
@@ -173,3 +206,4 @@ def test_autocast_casts_for_the_kernels(monkeypatch):
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     got = sdpa._autocast(*(torch.ones(1, dtype=dtype) for dtype in dtypes))
     assert [x.dtype for x in got] == [torch.float16, torch.float16, torch.float64]
+    assert sdpa._autocast(None) == [None]  # for torch to refuse

@@ -15,8 +15,8 @@
 namespace flash_attn3 {
 namespace {
 
-constexpr int kMaxRows = 256;
-std::atomic<int64_t> launches[kMaxRows];
+constexpr double kLog2E = 1.4426950408889634;
+std::atomic<int64_t> launches[kMaxKernels];
 
 void check_cuda(cudaError_t status, char const* what) {
   if (status != cudaSuccess) fail(what, ": ", cudaGetErrorString(status));
@@ -62,8 +62,10 @@ ForwardProblem check(Tensor const& q, Tensor const& k, Tensor const& v, double s
   if (p.head_dim < 1 || p.head_dim_v < 1 || std::max(p.head_dim, p.head_dim_v) > 256) {
     fail("head dim ", p.head_dim, " with value head dim ", p.head_dim_v, "; the kernels take 1 to 256");
   }
-  if (!(softmax_scale > 0) || !std::isfinite(softmax_scale)) {
-    fail("softmax_scale is ", softmax_scale, "; the kernels need a finite number above 0");
+  // As a normal float32, also times log2(e): a zero times the -inf of a masked score would be NaN.
+  constexpr double kLeast = 0x1p-126, kMost = 0x1p127;
+  if (!(softmax_scale >= kLeast && softmax_scale <= kMost)) {
+    fail("softmax_scale is ", softmax_scale, "; the kernels need a number from ", kLeast, " to ", kMost);
   }
   constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1024;
   if (std::max(p.seqlen_q, p.seqlen_k) > kMaxLength) fail("a sequence is longer than ", kMaxLength);
@@ -84,16 +86,20 @@ bool readable_by_tma(Tensor const& t) {
   return true;
 }
 
+// Copies the columns that both have.
+void copy_columns(Tensor target, Tensor source) {
+  int64_t const columns = std::min(target.size(3), source.size(3));
+  Tensor to = torch::stable::narrow(target, 3, 0, columns);
+  torch::stable::copy_(to, torch::stable::narrow(source, 3, 0, columns));
+}
+
 // The tensor itself, or a contiguous copy with the head dim filled up with zeros to a multiple of 8.
 Tensor prepared(Tensor const& t) {
   if (t.numel() == 0 || readable_by_tma(t)) return t;
-  int64_t const missing = (8 - t.size(3) % 8) % 8;
-  if (missing) {
-    std::vector<int64_t> const padding{0, missing};
-    return torch::stable::pad(t, padding);
-  }
-  Tensor copy = empty_cuda({t.size(0), t.size(1), t.size(2), t.size(3)}, t.scalar_type(), t.get_device_index());
-  torch::stable::copy_(copy, t);
+  int64_t const columns = (t.size(3) + 7) / 8 * 8;
+  Tensor copy = empty_cuda({t.size(0), t.size(1), t.size(2), columns}, t.scalar_type(), t.get_device_index());
+  if (columns != t.size(3)) torch::stable::zero_(copy);
+  copy_columns(copy, t);
   return copy;
 }
 
@@ -119,7 +125,7 @@ void run(ForwardProblem const& problem, Tensor const& q_in, Tensor const& k_in, 
 
   torch::stable::accelerator::DeviceGuard const guard(device);
   Tensor const q = prepared(q_in), k = prepared(k_in), v = prepared(v_in);
-  int64_t const columns_out = v.size(3);
+  int64_t const columns_out = (problem.head_dim_v + 7) / 8 * 8;
   bool const direct = out.size(3) == columns_out && readable_by_tma(out);
   Tensor target =
       direct ? out : empty_cuda({problem.batch, problem.seqlen_q, problem.heads, columns_out}, q.scalar_type(), device);
@@ -141,7 +147,7 @@ void run(ForwardProblem const& problem, Tensor const& q_in, Tensor const& k_in, 
   params.seqlen_q = int32_t(problem.seqlen_q);
   params.seqlen_k = int32_t(problem.seqlen_k);
   params.scale = float(softmax_scale);
-  params.scale_log2 = float(softmax_scale * 1.4426950408889634);
+  params.scale_log2 = float(softmax_scale * kLog2E);
   params.causal = problem.causal;
 
   void* stream_handle = nullptr;
@@ -159,8 +165,7 @@ void run(ForwardProblem const& problem, Tensor const& q_in, Tensor const& k_in, 
   row.launch(params, grid, stream);
   launches[row_id].fetch_add(1, std::memory_order_relaxed);
   if (!direct) {
-    Tensor result = out;
-    torch::stable::copy_(result, torch::stable::narrow(target, 3, 0, out.size(3)));
+    copy_columns(out, target);
   }
 }
 
@@ -188,6 +193,10 @@ Tensor forward_out(Tensor q, Tensor k, Tensor v, Tensor out, double softmax_scal
   }
   if (out.scalar_type() != q.scalar_type() || !out.is_cuda() || out.get_device_index() != q.get_device_index()) {
     fail("out must have q's dtype and device");
+  }
+  for (int i = 0; i < 4; ++i) {
+    if (out.stride(i) == 0 && out.size(i) > 1)
+      fail("out has stride 0 in dimension ", i, "; its elements must not overlap");
   }
   Tensor lse = empty_lse(p, q);
   run(p, q, k, v, out, lse, softmax_scale);

@@ -48,6 +48,11 @@ int64_t select_kernel(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, in
 Tensor schedule(int64_t row, int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k,
                 bool causal, int64_t num_sms) {
   if (row < 0 || row >= kKernelCount) fail("row is ", row, "; this build has ", kKernelCount, " kernels");
+  if (heads < 0 || batch < 0 || seqlen_q < 0 || seqlen_k < 0 || num_sms < 1 ||
+      (heads > 0 && (kv_heads < 1 || heads % kv_heads))) {
+    fail("sizes must not be negative, num_sms at least 1 and heads a multiple of kv_heads");
+  }
+  if (batch * heads == 0 || seqlen_q == 0) return empty_cpu({0, 8}, ScalarType::Long);
   KernelRow const& kernel = kKernelTable[row];
   ForwardProblem const problem{batch,  heads, kv_heads, seqlen_q, seqlen_k, kernel.head_dim, kernel.head_dim_v,
                                causal, true};

@@ -52,7 +52,9 @@ inline Tensor empty_strided(std::vector<int64_t> const& sizes, ScalarType dtype,
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), code, device_type, device,
                                &handle)) {
-    fail("allocation failed");
+    std::ostringstream shape;
+    for (int64_t size : sizes) shape << size << " ";
+    fail("could not allocate a tensor of sizes ", shape.str(), "(out of memory?)");
   }
   return Tensor(handle);
 }

@@ -58,7 +58,7 @@ FLASH_ATTN3_HD Tile tile_at(TileOrder const& order, int32_t heads, bool causal, 
 
 // Keys that row `row` sees are [0, visible_keys): all, or up to the diagonal that ends at the bottom right.
 FLASH_ATTN3_HD int32_t visible_keys(int32_t row, int32_t seqlen_q, int32_t seqlen_k, bool causal) {
-  return causal ? max_int(0, min_int(seqlen_k, row + 1 + seqlen_k - seqlen_q)) : seqlen_k;
+  return causal ? max_int(0, min_int(seqlen_k, seqlen_k - (seqlen_q - 1 - row))) : seqlen_k;
 }
 
 // Rows [row_begin, row_end), of which those past seqlen_q do not count.

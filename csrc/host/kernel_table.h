@@ -18,6 +18,8 @@ struct KernelRow {
   void (*launch)(ForwardParams const& params, int grid, cudaStream_t stream);
 };
 
+constexpr int kMaxKernels = 256;
+
 extern KernelRow const kKernelTable[];
 extern int const kKernelCount;
 

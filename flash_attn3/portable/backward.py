@@ -7,6 +7,8 @@ The out and lse that are passed in are used as they are, which is what merging p
 parallel) needs. Rows without a key (lse -inf) have zero gradient.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -54,36 +56,32 @@ def backward(
         return dq.zero_(), dk, dv, dqv.zero_()
     with no_autocast(q.device):
         for batches, heads in head_slices(q, k):
+
+            def rows_of(x, batches=batches, heads=heads):  # (B, Sq, H, D) -> (b * h, G, Sq, D)
+                return stack_rows(x[batches], heads, kv_heads).to(dtype).flatten(0, 1)
+
+            def numbers_of(x, batches=batches, heads=heads):  # (B, H, Sq) -> (b * h, G, Sq)
+                return x[batches].unflatten(1, (kv_heads, -1))[:, heads].to(dtype).flatten(0, 1)
+
             keys, values = (stack_keys(x, batches, heads, dtype) for x in (k, v))  # (b * h, Sk, D)
-            dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
-
-            def rows_of(x, begin, end, batches=batches, heads=heads):  # (B, Sq, H, D) -> (b * h, G * rows, D)
-                x = stack_rows(x[batches, begin:end], heads, kv_heads)
-                return x.to(dtype).flatten(2, 3).flatten(0, 1)
-
-            def put_rows(x, value, begin, end, batches=batches, heads=heads):
-                target = stack_rows(x[batches, begin:end], heads, kv_heads)
-                target.copy_(value.view(target.shape))
-
+            sequence = (keys, values, torch.zeros_like(keys), torch.zeros_like(values))
+            row_lse, gradient, queries = numbers_of(lse), rows_of(dout), rows_of(q).mul(softmax_scale)
+            row_lse = row_lse.masked_fill(row_lse == -torch.inf, torch.inf)  # exp(scores - inf) = 0 without a key
+            delta = (gradient * rows_of(out)).sum(-1)
+            if dlse is not None:
+                delta -= numbers_of(dlse)
+            value_queries = None if qv is None else rows_of(qv).mul(softmax_scale)
             for begin, end in row_blocks(q, k):
-                gradient = rows_of(dout, begin, end)
-                delta = (gradient * rows_of(out, begin, end)).sum(-1)
-                if dlse is not None:
-                    delta -= rows_of(dlse.transpose(1, 2)[..., None], begin, end)[..., 0]
-                row_lse = rows_of(lse.transpose(1, 2)[..., None], begin, end)[..., 0]
-                dqueries, dvalue_queries = _rows(
-                    rows_of(q, begin, end).mul(softmax_scale),
-                    None if qv is None else rows_of(qv, begin, end).mul(softmax_scale),
-                    (keys, values, dkeys, dvalues),
-                    (gradient, delta, row_lse),
-                    band,
-                    (begin, end),
-                    softcap,
-                )
-                put_rows(dq, dqueries.mul_(softmax_scale), begin, end)
-                if qv is not None:
-                    put_rows(dqv, dvalue_queries.mul_(softmax_scale), begin, end)
-            for target, value in ((dk, dkeys), (dv, dvalues)):
+                block = [
+                    None if x is None else x[:, :, begin:end].flatten(1, 2)
+                    for x in (queries, value_queries, gradient, delta, row_lse)
+                ]
+                results = _rows(*block, sequence, band, begin, end, softcap)
+                for target, value in zip((dq, dqv), results, strict=True):
+                    if value is not None:
+                        target = stack_rows(target[batches, begin:end], heads, kv_heads)
+                        target.copy_(value.mul_(softmax_scale).view(target.shape))
+            for target, value in zip((dk, dv), sequence[2:], strict=True):
                 target = target[batches, :, heads].transpose(1, 2)
                 target.copy_(value.view(target.shape))
     return dq, dk, dv, dqv
@@ -92,43 +90,45 @@ def backward(
 def _rows(
     queries: Tensor,
     value_queries: Tensor | None,
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
     sequence: tuple[Tensor, Tensor, Tensor, Tensor],
-    upstream: tuple[Tensor, Tensor, Tensor],
     band: Band,
-    rows: tuple[int, int],
+    row_begin: int,
+    row_end: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """dq / scale and dqv / scale of one block of rows; adds to the dkeys and dvalues of `sequence`.
+    """dq / scale and dqv / scale of rows row_begin .. row_end - 1; adds to the dkeys and dvalues of `sequence`.
 
-    queries and value_queries are scaled, (N, G * rows, D); sequence is keys, values, dkeys, dvalues (N, Sk, D);
-    upstream is dout (N, G * rows, Dv), delta and lse (N, G * rows).
+    queries and value_queries are scaled, (N, G * rows, D); dout (N, G * rows, Dv), delta and lse (N, G * rows), lse
+    +inf for rows without a key; sequence is keys, values, dkeys, dvalues (N, Sk, D).
     """
-    keys, values, dkeys, dvalues = sequence
-    dout, delta, lse = upstream
-    group = queries.shape[1] // (rows[1] - rows[0])
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(scores - inf) = 0 for rows without a key
+    group = queries.shape[1] // (row_end - row_begin)
     dqueries = torch.zeros_like(queries)
     dvalue_queries = None if value_queries is None else torch.zeros_like(value_queries)
-    for begin, end, masked in band.key_blocks(*rows, block_size(queries.device).keys):
-        visible = hidden = visible_keys = None
+    # What is not finite in q, k and qv acts through the scores: ds is NaN where it is seen and 0 where it is hidden.
+    finite = functools.partial(torch.nan_to_num, nan=0, posinf=0, neginf=0) if band.bounded else lambda x: x
+    finite_queries = finite(queries)
+    for begin, end, masked in band.key_blocks(row_begin, row_end, block_size(queries.device).keys):
+        hidden = hidden_rows = None
         if masked:
-            visible = band.visible(*rows, begin, end, queries.device).repeat(group, 1)  # (G * rows, keys)
-            hidden, visible_keys = ~visible, visible.transpose(0, 1)
-        block_keys, block_values = keys[:, begin:end], values[:, begin:end]
+            hidden = band.hidden(row_begin, row_end, begin, end, queries.device).repeat(group, 1)  # (G * rows, keys)
+            hidden_rows = hidden.t()
+        block_keys, block_values, block_dkeys, block_dvalues = (x[:, begin:end] for x in sequence)
         s = scores(queries, value_queries, block_keys, block_values, softcap)  # (N, G * rows, keys)
         p = (s - lse[..., None]).exp_()
-        dp = dout @ block_values.transpose(1, 2)
-        ds = dp.sub_(delta[..., None]).mul_(p)
+        ds = torch.bmm(dout, block_values.transpose(1, 2)).sub_(delta[..., None]).mul_(p)
         if softcap > 0:
             ds.mul_(1 - (s / softcap).square_())
         if hidden is not None:
             p.masked_fill_(hidden, 0)
             ds.masked_fill_(hidden, 0)
         ds_keys = ds.transpose(1, 2)
-        dqueries += product(ds, block_keys, visible)
-        dkeys[:, begin:end] += product(ds_keys, queries, visible_keys)
-        dvalues[:, begin:end] += product(p.transpose(1, 2), dout, visible_keys)
+        dqueries.baddbmm_(ds, finite(block_keys))
+        block_dkeys.baddbmm_(ds_keys, finite_queries)
+        block_dvalues += product(p.transpose(1, 2), dout, hidden_rows)
         if value_queries is not None:
-            dvalue_queries += product(ds, block_values, visible)
-            dvalues[:, begin:end] += product(ds_keys, value_queries, visible_keys)
+            dvalue_queries.baddbmm_(ds, finite(block_values))
+            block_dvalues.baddbmm_(ds_keys, finite(value_queries))
     return dqueries, dvalue_queries

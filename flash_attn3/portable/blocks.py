@@ -5,6 +5,7 @@ grows, so a block of rows needs the keys lo(first) .. hi(last), and sees all of 
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,19 +61,24 @@ class Band:
             end = min(begin + keys, needed_end)
             yield begin, end, begin < full_begin or end > full_end
 
-    def visible(self, row_begin: int, row_end: int, key_begin: int, key_end: int, device: torch.device) -> Tensor:
-        """The mask of one block, bool (rows, keys)."""
+    @property
+    def bounded(self) -> bool:
+        """Whether any row may not see some key."""
+        return self.left >= 0 or self.right >= 0 or self.chunk > 0
+
+    def hidden(self, row_begin: int, row_end: int, key_begin: int, key_end: int, device: torch.device) -> Tensor:
+        """The mask of one block of a bounded band, bool (rows, keys), true where the row does not see the key."""
         shift = self.seqlen_k - self.seqlen_q
         position = torch.arange(row_begin + shift, row_end + shift, device=device)[:, None]
-        key = torch.arange(key_begin, key_end, device=device)[None]
-        mask = torch.ones(row_end - row_begin, key_end - key_begin, dtype=torch.bool, device=device)
+        key = torch.arange(key_begin, key_end, device=device)
+        hidden = []
         if self.left >= 0:
-            mask &= key >= position - self.left
+            hidden.append(key < position - self.left)
         if self.right >= 0:
-            mask &= key <= position + self.right
+            hidden.append(key > position + self.right)
         if self.chunk > 0:
-            mask &= position.div(self.chunk, rounding_mode="floor") == key.div(self.chunk, rounding_mode="floor")
-        return mask
+            hidden.append(position.div(self.chunk, rounding_mode="floor") != key.div(self.chunk, rounding_mode="floor"))
+        return functools.reduce(torch.logical_or, hidden)
 
 
 def rows_of_a_block(q: Tensor, k: Tensor) -> int:
@@ -119,16 +125,17 @@ def no_autocast(device: torch.device):
     return contextlib.nullcontext()
 
 
-def product(weights: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
-    """weights (N, m, n) @ values (N, n, d), where a pair that `visible` (m, n) hides adds nothing, whatever its value.
+def product(weights: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
+    """weights (N, m, n) @ values (N, n, d), where a pair that `hidden` (m, n) hides adds nothing, whatever its value.
 
     `weights` are 0 where hidden, but 0 * NaN is NaN. So the plain product counts only where a row sees a value that is
     not finite; elsewhere such values are taken as 0. Only a CPU looks first whether there are any: on a GPU that would
     be a sync.
     """
-    if visible is None or (values.device.type == "cpu" and bool(values.isfinite().all())):
-        return weights @ values
+    if hidden is None or (values.device.type == "cpu" and bool(values.isfinite().all())):
+        return torch.bmm(weights, values)
     # A count of which only "none or some" is read, so a 16-bit type will do; x - x is NaN where x is not finite.
     dtype = torch.float32 if values.device.type == "cpu" else torch.bfloat16
-    count = torch.bmm(visible.to(dtype).expand(values.shape[0], -1, -1), (values - values).isnan().to(dtype))
-    return torch.where(count > 0, weights @ values, weights @ values.nan_to_num(0, 0, 0))
+    visible = (~hidden).to(dtype).expand(values.shape[0], -1, -1)
+    count = torch.bmm(visible, (values - values).isnan().to(dtype))
+    return torch.where(count > 0, torch.bmm(weights, values), torch.bmm(weights, values.nan_to_num(0, 0, 0)))

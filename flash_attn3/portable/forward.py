@@ -94,19 +94,19 @@ def _rows(
     row_sum = torch.zeros_like(row_max)
     out = queries.new_zeros(*queries.shape[:2], values.shape[2])
     for begin, end, masked in band.key_blocks(row_begin, row_end, block_size(queries.device).keys):
-        visible = None
+        hidden = None
         if masked:
-            visible = band.visible(row_begin, row_end, begin, end, queries.device).repeat(group, 1)
+            hidden = band.hidden(row_begin, row_end, begin, end, queries.device).repeat(group, 1)
         s = scores(queries, value_queries, keys[:, begin:end], values[:, begin:end], softcap)  # (N, G * rows, keys)
-        if visible is not None:
-            s.masked_fill_(~visible, -torch.inf)
+        if hidden is not None:
+            s.masked_fill_(hidden, -torch.inf)
         new_max = torch.maximum(row_max, s.amax(-1))
         # A row that has seen nothing yet has maximum -inf; any finite value keeps its weights exp(-inf - x) at 0.
         shift = new_max.masked_fill(new_max == -torch.inf, 0)
         p = s.sub_(shift[..., None]).exp_()
         decay = (row_max - shift).exp_()
         row_sum = row_sum * decay + p.sum(-1)
-        out.mul_(decay[..., None]).add_(product(p, values[:, begin:end], visible))
+        out.mul_(decay[..., None]).add_(product(p, values[:, begin:end], hidden))
         row_max = new_max
     lse = (row_max + row_sum.log()).where(row_max.isfinite() | row_max.isnan(), row_max)
     return out.div_(row_sum.masked_fill(row_sum == 0, 1)[..., None]), lse
@@ -114,7 +114,7 @@ def _rows(
 
 def scores(queries: Tensor, value_queries: Tensor | None, keys: Tensor, values: Tensor, softcap: float) -> Tensor:
     """Scaled and capped scores before the mask, (N, rows, keys); the queries carry the scale."""
-    s = queries @ keys.transpose(1, 2)
+    s = torch.bmm(queries, keys.transpose(1, 2))
     if value_queries is not None:
         s.baddbmm_(value_queries, values.transpose(1, 2))
     if softcap > 0:

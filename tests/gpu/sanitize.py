@@ -31,6 +31,7 @@ SHAPES = (  # batch, seqlen_q, seqlen_k, heads, kv_heads, less than the row's he
 )
 MORE_TILES_THAN_SMS = (5, 70, 40, 30, 10, 0, True)
 WITHOUT_KEYS = (1, 70, 0, 1, 1, 0, False)
+MANY_KEYS = (1, 65, 8200, 1, 1, 0, True)
 
 
 def compute() -> int:
@@ -46,7 +47,12 @@ def compute() -> int:
     shapes = 0
     for row in table:
         dtype = torch.bfloat16 if row["dtype"] == "bf16" else torch.float16
-        for shape in (*SHAPES, MORE_TILES_THAN_SMS, WITHOUT_KEYS) if dtype == torch.bfloat16 else SHAPES[:2]:
+        short = (row["head_dim"], row["head_dim_v"], 65, 130, True, dtype == torch.bfloat16)
+        if torch.ops.flash_attn3.select_kernel(*short) != row["id"]:
+            selected = (MANY_KEYS,)  # a row for long sequences only
+        else:
+            selected = (*SHAPES, MORE_TILES_THAN_SMS, WITHOUT_KEYS) if dtype == torch.bfloat16 else SHAPES[:2]
+        for shape in selected:
             batch, seqlen_q, seqlen_k, heads, kv_heads, less, causal = shape
             dim, dim_v = row["head_dim"] - less, row["head_dim_v"] - less
             sizes = ((seqlen_q, heads, dim), (seqlen_k, kv_heads, dim), (seqlen_k, kv_heads, dim_v))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from harness import DEVICE, DTYPES, HEAD_DIMS, attend, check, inputs, ran, row_of
+from harness import DEVICE, DTYPES, HEAD_DIMS, attend, check, equal, inputs, ran, row_of
 
 import flash_attn3
 
@@ -151,6 +151,21 @@ def test_no_keys_at_all(sizes, dims, causal):
     batch, seqlen_q, heads, kv_heads = sizes
     out, lse = attend(*inputs(batch, seqlen_q, 0, heads, kv_heads, *dims), causal, times=(0, 1))
     assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_no_keys_and_a_head_dim_that_is_filled_up():
+    out, lse = attend(*inputs(1, 70, 0, 2, 1, 36, 20), False, times=(1,))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@both_masks
+@all_dims
+def test_long_keys(dims, causal):
+    """Lengths from which a head dim with two rows takes the one with the wider block of keys."""
+    q, k, v = inputs(1, 200, 8300, 2, 1, *dims)
+    first = check(q, k, v, causal)
+    for _ in range(10):
+        assert equal(attend(q, k, v, causal), first)
 
 
 @all_dims

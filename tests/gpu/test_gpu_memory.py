@@ -188,6 +188,12 @@ def test_out_with_an_odd_stride_of_size_one(stride):
     assert equal((out, call_out(q, k, v, out, True)), attend(q, k, v, True))
 
 
+def test_out_that_overlaps_itself_is_refused():
+    q, k, v = inputs(2, 50, 50, 2, 1, 64)
+    with pytest.raises(RuntimeError, match="out has stride 0"):
+        torch.ops.flash_attn3.forward_out(q, k, v, q.new_empty(1, 50, 2, 64).expand(2, -1, -1, -1), 0.125, False)
+
+
 def test_out_without_rows_or_keys():
     q, k, v = inputs(2, 50, 0, 2, 1, 64)
     out = torch.full_like(q, torch.nan)

@@ -127,6 +127,26 @@ def test_large_fp16_inputs(causal):
     check(*(3 * x for x in inputs(1, 1024, 1024, 1, 1, 128, dtype=torch.float16)), causal)
 
 
+@pytest.mark.parametrize("magnitude", [1e3, 1e4, 3e4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_scores_beyond_the_precision_of_their_exponent(dims, dtype, magnitude):
+    """Scores of 1e6 to 1e9, whose rounding alone is more than a power of two: where one key wins, the row is its v."""
+    q, k, v = inputs(1, 130, 300, 2, 2, *dims, dtype=dtype)
+    rows = torch.arange(31, device=DEVICE)
+    winner = rows * 9 + 17
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0] = magnitude
+    k[..., 0] = torch.linspace(0.1, 0.5, 300, device=DEVICE).to(dtype)[None, :, None] * magnitude
+    q[:, rows, :, 1 + rows] = magnitude
+    k[:, winner, :, 1 + rows] = magnitude
+    ref, ref_lse = oracle.attention(q, k, v)
+    out, lse = attend(q, k, v)
+    assert torch.isfinite(lse).all() and ((lse - ref_lse).abs() <= 1e-6 * ref_lse.abs() + 1e-4).all()
+    assert torch.equal(ref[:, rows], v[:, winner].double())
+    assert torch.equal(out[:, rows], v[:, winner])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_outliers(dims, dtype):

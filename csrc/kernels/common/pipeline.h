@@ -15,6 +15,14 @@ struct PipelineState {
 
   __device__ __forceinline__ explicit PipelineState(Role role) : phase(static_cast<uint32_t>(role)) {}
 
+  // Of the use number `count`, from 0.
+  static __device__ __forceinline__ PipelineState at(Role role, int count) {
+    PipelineState state(role);
+    state.stage = count % kStages;
+    state.phase ^= count / kStages & 1;
+    return state;
+  }
+
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;

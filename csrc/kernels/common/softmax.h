@@ -64,15 +64,15 @@ struct OnlineSoftmax {
     sum[0] = sum[1] = 0.f;
   }
 
-  // P = exp2(S c - reference c), packed in pairs, with per-thread row sums.
-  template <int kScores>
-  __device__ __forceinline__ void exponentials(float const (&s)[kScores], uint32_t (&p)[kScores / 2],
-                                               float const (&offset)[2], float (&total)[2]) {
+  // Packs P = exponential(score, r) of every score in pairs and adds up each row's.
+  template <int kScores, class Exponential>
+  static __device__ __forceinline__ void exponentials(float const (&s)[kScores], uint32_t (&p)[kScores / 2],
+                                                      float (&total)[2], Exponential exponential) {
     float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       int const r = (i >> 1) & 1;
-      float const x = exp2_approx(fmaf(s[i], c, offset[r])), y = exp2_approx(fmaf(s[i + 1], c, offset[r]));
+      float const x = exponential(s[i], r), y = exponential(s[i + 1], r);
       even[r] += x;
       odd[r] += y;
       p[i / 2] = Packed<Element>::pack(x, y);
@@ -82,29 +82,32 @@ struct OnlineSoftmax {
   }
 
   // Moves every reference to the row's true maximum and rescales O and the sums. Right for any scores, masked rows too.
-  template <int kScores, int kOutputs>
+  // On the first block of a row there is no O yet.
+  template <bool kFirst, int kScores, int kOutputs>
   __device__ __forceinline__ void exact(float const (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs]) {
-    float top[2] = {reference[0], reference[1]}, other[2] = {s[0], s[2]};
+    float top[2] = {s[0], s[2]}, other[2] = {s[1], s[3]};
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       int const r = (i >> 1) & 1;
       top[r] = fmaxf(top[r], s[i]);
       other[r] = fmaxf(other[r], s[i + 1]);
     }
-    float offset[2], rescale[2], total[2];
+    float finite[2], rescale[2], total[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = quad_max(fmaxf(top[r], other[r]));
-      float const finite = top[r] == -INFINITY ? 0.f : top[r];  // no key yet: every probability is exp2(-inf)
-      rescale[r] = exp2_approx((reference[r] - finite) * c);
-      offset[r] = -finite * c;
+      if constexpr (!kFirst) top[r] = fmaxf(top[r], reference[r]);
+      finite[r] = top[r] == -INFINITY ? 0.f : top[r];  // no key yet: every probability is exp2(-inf)
+      rescale[r] = exp2_approx((reference[r] - finite[r]) * c);
       reference[r] = top[r];
     }
+    if constexpr (!kFirst) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) o[i] *= rescale[(i >> 1) & 1];
-    exponentials(s, p, offset, total);
+      for (int i = 0; i < kOutputs; ++i) o[i] *= rescale[(i >> 1) & 1];
+    }
+    exponentials(s, p, total, [&](float score, int r) { return exp2_approx((score - finite[r]) * c); });
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * rescale[r] + total[r];
+    for (int r = 0; r < 2; ++r) sum[r] = kFirst ? total[r] : sum[r] * rescale[r] + total[r];
   }
 
   // The same without a maximum: probabilities against the reference as it is; if one exceeds 2^8 (or a row has no
@@ -113,11 +116,17 @@ struct OnlineSoftmax {
   template <int kScores, int kOutputs>
   __device__ __forceinline__ void unchecked_maximum(float const (&s)[kScores], uint32_t (&p)[kScores / 2],
                                                     float (&o)[kOutputs]) {
-    float const offset[2] = {-reference[0] * c, -reference[1] * c};
-    float total[2];
-    exponentials(s, p, offset, total);
+    float offset[2], total[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      offset[r] = -reference[r] * c;
+      // Beyond this the rounding of the product shows (2^-11 in log2 units, more above): such rows stay with the exact
+      // step.
+      if (fabsf(offset[r]) > 16384.f) offset[r] = INFINITY;
+    }
+    exponentials(s, p, total, [&](float score, int r) { return exp2_approx(fmaf(score, c, offset[r])); });
     if (__any_sync(0xffffffffu, exceeds_limit(p))) {
-      exact(s, p, o);
+      exact<false>(s, p, o);
     } else {
       sum[0] += total[0];
       sum[1] += total[1];
@@ -126,15 +135,14 @@ struct OnlineSoftmax {
 
   template <int kPairs>
   static __device__ __forceinline__ bool exceeds_limit(uint32_t const (&p)[kPairs]) {
-    uint32_t top = 0;
-    static_assert(kPairs % 2 == 0);
+    static_assert(kPairs % 4 == 0);
     uint32_t more[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kPairs; i += 4) {
       more[0] = __vimax3_s16x2(more[0], p[i], p[i + 1]);
-      if (i + 2 < kPairs) more[1] = __vimax3_s16x2(more[1], p[i + 2], p[i + 3]);
+      more[1] = __vimax3_s16x2(more[1], p[i + 2], p[i + 3]);
     }
-    top = __vmaxs2(more[0], more[1]);
+    uint32_t const top = __vmaxs2(more[0], more[1]);
     constexpr int kFirstAbove = (Packed<Element>::kLimit + 1) << 16;
     return static_cast<int>(top) >= kFirstAbove || static_cast<int>(top << 16) >= kFirstAbove;
   }

@@ -73,16 +73,16 @@ struct ForwardConfig {
                                                                      cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 };
 
-// Barriers in shared memory.
-// | barrier           | arrives                                   | waits              | meaning | | query_full[b][w]
-// | producer + TMA bytes                      | warpgroup w        | its 64 rows of Q are in buffer b  | |
-// query_empty[b][w] | one thread of w, when O has left          | producer           | its rows of b may be overwritten
-// | | key_full[s]       | producer + TMA bytes                      | all consumers      | K of stage s is there | |
-// key_empty[s]      | each consumer warp, after Q K^T           | producer           | K of stage s may be overwritten
-// | | value_full[s], value_empty[s]: the same for V and P V | tile_full[i]      | producer | all consumers      | slot
-// i names the next tile        | | tile_empty[i]     | each consumer warp, after reading         | producer           |
-// slot i may be overwritten         | Named barriers: one a warpgroup, its 128 threads have O in shared memory; one a
-// warpgroup for its turn (consumer.h).
+// Barriers in shared memory: who arrives -> who waits, and what the waiter may then do.
+// - query_full[b][w]: producer and TMA bytes -> warpgroup w reads its 64 rows of Q in buffer b
+// - query_empty[b][w]: one thread of w, when O has left -> producer overwrites these rows
+// - key_full[s]: producer and TMA bytes -> all consumers read K of stage s
+// - key_empty[s]: each consumer warp, after Q K^T -> producer overwrites stage s
+// - value_full[s], value_empty[s]: the same for V and P V
+// - tile_full[i]: producer -> all consumers read the next tile from slot i
+// - tile_empty[i]: each consumer warp, after reading -> producer overwrites slot i
+// Named barriers: w, the 128 threads of warpgroup w have O in shared memory; kWarpgroups + w, the turn of w
+// (consumer.h).
 constexpr int kTileSlots = 2;
 
 template <class Config>

@@ -33,15 +33,16 @@ struct Consumer {
   int const thread;  // in the warpgroup
   PipelineState<Config::kKeyStages> key_state{Role::kConsumer};
   PipelineState<Config::kValueStages> value_state{Role::kConsumer};
-  PipelineState<Config::kQueryBuffers> query_state{Role::kConsumer};
-  int leaving = -1;  // buffer of Q from which O of the tile before may still be read
+  int tiles = 0;                // so far: every tile has one slot and one buffer of Q
+  bool output_leaving = false;  // O of the tile before may still be read from its buffer
 
   __device__ __forceinline__ Consumer(ForwardParams const& p, Storage& s, int wg)
       : params(p), storage(s), warpgroup(wg), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run() {
-    PipelineState<kTileSlots> slot(Role::kConsumer);
-    while (true) {
+    if (warpgroup == Config::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, turn_barrier(0));
+    for (;; ++tiles) {
+      auto const slot = PipelineState<kTileSlots>::at(Role::kConsumer, tiles);
       storage.tile_full[slot.stage].wait(slot.phase);
       Tile tile = storage.tile[slot.stage];
       release(storage.tile_empty[slot.stage]);
@@ -49,7 +50,6 @@ struct Consumer {
       tile.query_block = __shfl_sync(0xffffffffu, tile.query_block, 0);
       tile.head = __shfl_sync(0xffffffffu, tile.head, 0);
       tile.batch = __shfl_sync(0xffffffffu, tile.batch, 0);
-      slot.advance();
       if (tile.query_block < 0) break;
       process(tile);
     }
@@ -71,14 +71,15 @@ struct Consumer {
     value_state.advance();
   }
 
+  __device__ __forceinline__ int query_buffer() const { return tiles % Config::kQueryBuffers; }
+
   // Gives back the buffer from which O of the tile before leaves, once it has been read.
   __device__ __forceinline__ void release_queries() {
-    if (leaving < 0) return;
-    if (thread == 0) {
+    if (output_leaving && thread == 0) {
       cute::tma_store_wait<0>();
-      storage.query_empty[leaving][warpgroup].arrive();
+      storage.query_empty[(tiles + 1) % Config::kQueryBuffers][warpgroup].arrive();
     }
-    leaving = -1;
+    output_leaving = false;
   }
 
   __device__ __forceinline__ void process(Tile const tile) {
@@ -97,44 +98,46 @@ struct Consumer {
       storage.value_full[value_state.stage].wait(value_state.phase);
       release_values();
     }
-    storage.query_full[query_state.stage][warpgroup].wait(query_state.phase);
+    auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kConsumer, tiles);
+    storage.query_full[query.stage][warpgroup].wait(query.phase);
     if (row >= params.seqlen_q) {
       release_queries();
-      if (thread == 0) storage.query_empty[query_state.stage][warpgroup].arrive();
-      query_state.advance();
+      cutlass::arch::NamedBarrier::sync(128,
+                                        warpgroup);  // all have seen the phase that may now be followed by the next
+      if (thread == 0) storage.query_empty[query.stage][warpgroup].arrive();
       return;
     }
 
     float o[kOutputs];
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
     OnlineSoftmax<Element> softmax(params.scale_log2);
     KeyRange const first = range(tile_row, tile_row + kRowsPerWarpgroup);
     int const shared_blocks = max_int(0, min_int(first.unmasked, first.key_blocks - 1));
     int const active = min_int(Config::kWarpgroups, ceil_div(params.seqlen_q - tile_row, kRowsPerWarpgroup));
-    if (keys.key_blocks > 0) attend(keys, row, Turns{warpgroup, active, shared_blocks}, softmax, o);
+    if (keys.key_blocks > 0) {
+      attend(keys, row, Turns{warpgroup, active, shared_blocks}, softmax, o);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
+    }
     store(tile, row, softmax, o);
-    query_state.advance();
   }
 
   // Turns of the `active` first warpgroups in the last `blocks` blocks, 0..blocks - 1, which all of them walk. Turn
-  // barrier w: warpgroup w waits, its predecessor arrives. The first turn is warpgroup 0's, and nobody waits for one
-  // after the last.
+  // barrier w: warpgroup w waits, its predecessor arrives. One token goes round for the life of the CTA: the last pass
+  // of a tile is what warpgroup 0 takes in the next one, so nobody can pass twice before the other has taken.
   struct Turns {
     int warpgroup, active, blocks;
 
     __device__ __forceinline__ void take(int block) const {
-      if (active > 1 && block < blocks && (warpgroup > 0 || block < blocks - 1)) {
-        cutlass::arch::NamedBarrier::sync(256, Config::kWarpgroups + warpgroup);
-      }
+      if (active > 1 && block < blocks) cutlass::arch::NamedBarrier::sync(256, turn_barrier(warpgroup));
     }
     __device__ __forceinline__ void pass(int block) const {
-      if (active > 1 && block < blocks && (warpgroup < active - 1 || block > 0)) {
-        int const next = warpgroup < active - 1 ? warpgroup + 1 : 0;
-        cutlass::arch::NamedBarrier::arrive(256, Config::kWarpgroups + next);
+      if (active > 1 && block < blocks) {
+        cutlass::arch::NamedBarrier::arrive(256, turn_barrier(warpgroup < active - 1 ? warpgroup + 1 : 0));
       }
     }
   };
+  static __device__ __forceinline__ uint32_t turn_barrier(int warpgroup) { return Config::kWarpgroups + warpgroup; }
 
   __device__ __forceinline__ void attend(KeyRange const keys, int row, Turns const turns,
                                          OnlineSoftmax<Element>& softmax, float (&o)[kOutputs]) {
@@ -150,21 +153,22 @@ struct Consumer {
     fence(s);
     release_keys();
     if (block >= keys.unmasked) mask(s, block, row);
-    softmax.exact(s, p, o);
+    softmax.template exact<true>(s, p, o);
 
+    int const first_pv = block - 1;  // before the step of this block O holds nothing
     for (--block; block >= keys.unmasked; --block) {
-      multiply_both(s, p, o, turns, block);
+      multiply_both(s, p, o, block < first_pv, turns, block);
       mask(s, block, row);
-      softmax.exact(s, p, o);
+      softmax.template exact<false>(s, p, o);
     }
     for (; block >= 0; --block) {
-      multiply_both(s, p, o, turns, block);
+      multiply_both(s, p, o, block < first_pv, turns, block);
       softmax.unchecked_maximum(s, p, o);
     }
     storage.value_full[value_state.stage].wait(value_state.phase);
     fence(o);
     cute::warpgroup_arrive();
-    multiply_pv(p, o);
+    multiply_pv(p, o, first_pv >= 0);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     fence(o);
@@ -173,14 +177,14 @@ struct Consumer {
 
   // O += P V of the block before, S = Q K^T of this one. V is given back while Q K^T still runs.
   __device__ __forceinline__ void multiply_both(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
-                                                Turns const& turns, int block) {
+                                                bool accumulate, Turns const& turns, int block) {
     storage.value_full[value_state.stage].wait(value_state.phase);
     storage.key_full[key_state.stage].wait(key_state.phase);
     turns.take(block);
     fence(s);
     fence(o);
     cute::warpgroup_arrive();
-    multiply_pv(p, o);
+    multiply_pv(p, o, accumulate);
     cute::warpgroup_commit_batch();
     multiply_qk(s);
     cute::warpgroup_commit_batch();
@@ -212,10 +216,10 @@ struct Consumer {
     typename Config::MmaQk mma;
     auto const slice = mma.get_slice(0);
     Tensor sQ =
-        make_tensor(make_smem_ptr(storage.q[query_state.stage][warpgroup]), typename Config::LayoutQ{});  // (64, D)
-    Tensor sK = make_tensor(make_smem_ptr(storage.k), typename Config::LayoutK{});  // (N, D, STAGES)
-    Tensor tSrQ = slice.partition_fragment_A(sQ);                                   // (MMA, 1, D/16)
-    Tensor tSrK = slice.partition_fragment_B(sK)(_, _, _, key_state.stage);         // (MMA, 1, D/16)
+        make_tensor(make_smem_ptr(storage.q[query_buffer()][warpgroup]), typename Config::LayoutQ{});  // (64, D)
+    Tensor sK = make_tensor(make_smem_ptr(storage.k), typename Config::LayoutK{});                     // (N, D, STAGES)
+    Tensor tSrQ = slice.partition_fragment_A(sQ);                                                      // (MMA, 1, D/16)
+    Tensor tSrK = slice.partition_fragment_B(sK)(_, _, _, key_state.stage);                            // (MMA, 1, D/16)
     Tensor tSrS = accumulator(s);
     mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
@@ -225,8 +229,8 @@ struct Consumer {
     }
   }
 
-  // O += P V
-  __device__ __forceinline__ void multiply_pv(uint32_t (&p)[kScores / 2], float (&o)[kOutputs]) {
+  // O += P V, or O = P V where O holds nothing yet.
+  __device__ __forceinline__ void multiply_pv(uint32_t (&p)[kScores / 2], float (&o)[kOutputs], bool accumulate) {
     using namespace cute;
     typename Config::MmaPv mma;
     auto const slice = mma.get_slice(0);
@@ -236,8 +240,12 @@ struct Consumer {
     Tensor tOrP =
         make_tensor(reinterpret_cast<Element*>(&p[0]), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
     Tensor tOrO = accumulator(o);
+    mma.accumulate_ = accumulate ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
 #pragma unroll
-    for (int k = 0; k < size<2>(tOrP); ++k) cute::gemm(mma, tOrP(_, _, k), tOrV(_, _, k), tOrO);
+    for (int k = 0; k < size<2>(tOrP); ++k) {
+      cute::gemm(mma, tOrP(_, _, k), tOrV(_, _, k), tOrO);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
   }
 
   // Scores of keys that a row does not see become -inf. Columns are compile-time numbers against a limit per row.
@@ -271,9 +279,9 @@ struct Consumer {
       }
     }
 
-    // Over the rows of Q: a warp reads and writes only its own 16, and its last Q K^T has retired.
+    // Over the rows of Q: the last P V was issued by all four warps, after the last Q K^T of each had retired.
     release_queries();
-    Element* const buffer = storage.q[query_state.stage][warpgroup];
+    Element* const buffer = storage.q[query_buffer()][warpgroup];
     // STSM.x4: lanes 8i..8i+7 hold the row addresses of 8x8 matrix i: rows 0-7 or 8-15, left or right 8 columns.
     // The TMA box swizzles its 16-byte units: 128-byte rows by row % 8, 64-byte rows by row / 2 % 4.
     constexpr int kUnits = Config::kChunk / 8;
@@ -301,8 +309,14 @@ struct Consumer {
       }
       tma_store_arrive();
     }
-    leaving = query_state.stage;
-    if constexpr (Config::kQueryBuffers == 1) release_queries();
+    if constexpr (Config::kQueryBuffers == 1) {
+      if (thread == 0) {
+        tma_store_wait<0>();
+        storage.query_empty[0][warpgroup].arrive();
+      }
+    } else {
+      output_leaving = true;
+    }
   }
 };
 

@@ -62,7 +62,8 @@ void launch_forward(ForwardParams const& params, int grid, cudaStream_t stream) 
   static_assert(kShared <= Config::kSharedLimit, "shared memory of an SM");
   auto* const kernel = &forward_kernel<Config>;
   auto check = [](cudaError_t status, char const* what) {
-    if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+    if (status != cudaSuccess)
+      throw std::runtime_error(std::string("flash_attn3: ") + what + ": " + cudaGetErrorString(status));
   };
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
         "shared memory of a kernel");

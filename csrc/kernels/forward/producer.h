@@ -39,24 +39,22 @@ struct Producer {
   bool const elected;
   PipelineState<Config::kKeyStages> key_state{Role::kProducer};
   PipelineState<Config::kValueStages> value_state{Role::kProducer};
-  PipelineState<Config::kQueryBuffers> query_state{Role::kProducer};
 
   __device__ __forceinline__ void run() {
-    PipelineState<kTileSlots> slot(Role::kProducer);
-    for (int step = 0;; ++step) {
-      Tile const tile = tile_at(params.order, params.heads, params.causal, next_position(params, step));
+    for (int tiles = 0;; ++tiles) {
+      Tile const tile = tile_at(params.order, params.heads, params.causal, next_position(params, tiles));
+      auto const slot = PipelineState<kTileSlots>::at(Role::kProducer, tiles);
       storage.tile_empty[slot.stage].wait(slot.phase);
       if (elected) {
         storage.tile[slot.stage] = tile;
         storage.tile_full[slot.stage].arrive();
       }
-      slot.advance();
       if (tile.query_block < 0) return;
-      load(tile);
+      load(tile, PipelineState<Config::kQueryBuffers>::at(Role::kProducer, tiles));
     }
   }
 
-  __device__ __forceinline__ void load(Tile const tile) {
+  __device__ __forceinline__ void load(Tile const tile, PipelineState<Config::kQueryBuffers> const query) {
     int const row = tile.query_block * Config::kBlockM;
     int const kv_head = tile.head / params.heads_per_kv_head;
     int const key_blocks =
@@ -68,7 +66,7 @@ struct Producer {
       if (block < key_blocks) {
         load_values(block * kBlockN, kv_head, tile.batch);
       } else {
-        load_queries(row, tile);
+        load_queries(row, tile, query);
       }
     }
   }
@@ -98,19 +96,19 @@ struct Producer {
   }
 
   // For every warpgroup, rows past the last one (zeros) too: that keeps one state for all.
-  __device__ __forceinline__ void load_queries(int row, Tile const tile) {
+  __device__ __forceinline__ void load_queries(int row, Tile const tile,
+                                               PipelineState<Config::kQueryBuffers> const query) {
 #pragma unroll 1
     for (int w = 0; w < Config::kWarpgroups; ++w, row += kRowsPerWarpgroup) {
-      auto& full = storage.query_full[query_state.stage][w];
-      storage.query_empty[query_state.stage][w].wait(query_state.phase);
+      auto& full = storage.query_full[query.stage][w];
+      storage.query_empty[query.stage][w].wait(query.phase);
       if (elected) {
         full.arrive_and_expect_tx(Config::kQueryBytes);
-        load_rows<kChunk, Config::kHeadDim, kRowsPerWarpgroup>(
-            params.map_q, full, cute::TMA::CacheHintSm90::EVICT_FIRST, storage.q[query_state.stage][w], row, tile.head,
-            tile.batch);
+        load_rows<kChunk, Config::kHeadDim, kRowsPerWarpgroup>(params.map_q, full,
+                                                               cute::TMA::CacheHintSm90::EVICT_FIRST,
+                                                               storage.q[query.stage][w], row, tile.head, tile.batch);
       }
     }
-    query_state.advance();
   }
 };
 
