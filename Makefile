@@ -18,7 +18,7 @@ NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 .PHONY: install demo test lint format build-report check-binary wheel gpu-test bench sanitize clean
 
 demo: install
-	$(BIN)/python -m examples.sentence_encoder
+	$(BIN)/python examples/sentence_encoder.py
 
 test: install
 	$(BIN)/python -m pytest -q tests --ignore tests/gpu

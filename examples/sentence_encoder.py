@@ -6,7 +6,7 @@ both sides use an fp16 copy of the weights and flash_attn3 its kernel; elsewhere
 portable backend. Batches hold sentences of equal token length, so that no mask is needed. On a Hopper GPU the attention
 layer of a Llama-like block at 8192 tokens follows.
 
-usage: python -m examples.sentence_encoder [--model-dir FOLDER]     packages: examples/requirements.txt
+usage: python examples/sentence_encoder.py [--model-dir FOLDER]     packages: examples/requirements.txt
 """
 
 import argparse
