@@ -45,10 +45,23 @@ struct ForwardConfig {
   static constexpr int kControlBytes = 2048;  // barriers, tile slots, alignment
 
   // O leaves over the rows of Q that the warpgroup has done with. Where two buffers of Q fit, the next tile's Q is
-  // there before this tile ends.
+  // there before this tile ends. Where only one fits, O leaves through what is left, if that holds a fraction of its
+  // columns: in rounds, while the next Q loads.
   static constexpr int kQueryBuffers =
       kRingBytes + 2 * kWarpgroups * kQueryBytes + kControlBytes <= kSharedLimit ? 2 : 1;
-  static_assert(kHeadDimV <= kHeadDim, "O fits over Q");
+  static constexpr int output_columns() {
+    constexpr int kFree = kSharedLimit - kControlBytes - kRingBytes - kQueryBuffers * kWarpgroups * kQueryBytes;
+    for (int rounds = 1; kQueryBuffers == 1 && kHeadDimV / rounds >= kChunk; ++rounds) {
+      int const columns = kHeadDimV / rounds;
+      if (kHeadDimV % rounds == 0 && columns % kChunk == 0 && kWarpgroups * kRowsPerWarpgroup * columns * 2 <= kFree) {
+        return columns;
+      }
+    }
+    return 0;
+  }
+  static constexpr int kOutputColumns = output_columns();  // of the buffer of O; 0: over Q
+  static constexpr bool kOutputOverQuery = kOutputColumns == 0;
+  static_assert(!kOutputOverQuery || kHeadDimV <= kHeadDim, "O fits over Q");
 
   using KMajorAtom = std::conditional_t<kChunk == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
@@ -75,7 +88,8 @@ struct ForwardConfig {
 
 // Barriers in shared memory: who arrives -> who waits, and what the waiter may then do.
 // - query_full[b][w]: producer and TMA bytes -> warpgroup w reads its 64 rows of Q in buffer b
-// - query_empty[b][w]: one thread of w, when O has left -> producer overwrites these rows
+// - query_empty[b][w]: one thread of w, when O has left these rows, or each warp of w after its last Q K^T if O leaves
+//   elsewhere -> producer overwrites them
 // - key_full[s]: producer and TMA bytes -> all consumers read K of stage s
 // - key_empty[s]: each consumer warp, after Q K^T -> producer overwrites stage s
 // - value_full[s], value_empty[s]: the same for V and P V
@@ -94,6 +108,8 @@ struct ForwardStorage {
   alignas(1024) Element q[Config::kQueryBuffers][Config::kWarpgroups][cute::cosize_v<typename Config::LayoutQ>];
   alignas(1024) Element k[cute::cosize_v<typename Config::LayoutK>];
   alignas(1024) Element v[cute::cosize_v<typename Config::LayoutVt>];
+  alignas(
+      1024) Element o[Config::kWarpgroups][Config::kOutputOverQuery ? 8 : kRowsPerWarpgroup * Config::kOutputColumns];
   TransactionBarrier query_full[Config::kQueryBuffers][Config::kWarpgroups];
   Barrier query_empty[Config::kQueryBuffers][Config::kWarpgroups];
   TransactionBarrier key_full[Config::kKeyStages];

@@ -44,8 +44,12 @@ struct Consumer {
     for (;; ++tiles) {
       auto const slot = PipelineState<kTileSlots>::at(Role::kConsumer, tiles);
       storage.tile_full[slot.stage].wait(slot.phase);
-      Tile tile = storage.tile[slot.stage];
-      release(storage.tile_empty[slot.stage]);
+      Tile tile{};
+      __syncwarp();  // every lane has passed the wait, whose phase may be over once the slot is given back
+      if (thread % 32 == 0) {
+        tile = storage.tile[slot.stage];
+        storage.tile_empty[slot.stage].arrive();
+      }
       // Known to be uniform: loops, stages and WGMMA descriptors then live in uniform registers.
       tile.query_block = __shfl_sync(0xffffffffu, tile.query_block, 0);
       tile.head = __shfl_sync(0xffffffffu, tile.head, 0);
@@ -73,13 +77,18 @@ struct Consumer {
 
   __device__ __forceinline__ int query_buffer() const { return tiles % Config::kQueryBuffers; }
 
-  // Gives back the buffer from which O of the tile before leaves, once it has been read.
-  __device__ __forceinline__ void release_queries() {
+  // O over Q: gives back the buffer from which O of the tile before leaves, once it has been read.
+  __device__ __forceinline__ void release_left_queries() {
     if (output_leaving && thread == 0) {
       cute::tma_store_wait<0>();
       storage.query_empty[(tiles + 1) % Config::kQueryBuffers][warpgroup].arrive();
     }
     output_leaving = false;
+  }
+
+  // O elsewhere: gives Q back after the last Q K^T.
+  __device__ __forceinline__ void release_read_queries() {
+    if constexpr (!Config::kOutputOverQuery) release(storage.query_empty[query_buffer()][warpgroup]);
   }
 
   __device__ __forceinline__ void process(Tile const tile) {
@@ -101,10 +110,13 @@ struct Consumer {
     auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kConsumer, tiles);
     storage.query_full[query.stage][warpgroup].wait(query.phase);
     if (row >= params.seqlen_q) {
-      release_queries();
-      cutlass::arch::NamedBarrier::sync(128,
-                                        warpgroup);  // all have seen the phase that may now be followed by the next
-      if (thread == 0) storage.query_empty[query.stage][warpgroup].arrive();
+      if constexpr (Config::kOutputOverQuery) {
+        release_left_queries();
+        cutlass::arch::NamedBarrier::sync(128, warpgroup);  // all have passed the wait above
+        if (thread == 0) storage.query_empty[query.stage][warpgroup].arrive();
+      } else {
+        release_read_queries();
+      }
       return;
     }
 
@@ -116,6 +128,7 @@ struct Consumer {
     if (keys.key_blocks > 0) {
       attend(keys, row, Turns{warpgroup, active, shared_blocks}, softmax, o);
     } else {
+      release_read_queries();
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
     }
@@ -148,7 +161,7 @@ struct Consumer {
     cute::warpgroup_arrive();
     multiply_qk(s);
     cute::warpgroup_commit_batch();
-    release_queries();
+    release_left_queries();
     cute::warpgroup_wait<0>();
     fence(s);
     release_keys();
@@ -165,6 +178,8 @@ struct Consumer {
       multiply_both(s, p, o, block < first_pv, turns, block);
       softmax.unchecked_maximum(s, p, o);
     }
+    release_read_queries();
+
     storage.value_full[value_state.stage].wait(value_state.phase);
     fence(o);
     cute::warpgroup_arrive();
@@ -279,44 +294,48 @@ struct Consumer {
       }
     }
 
-    // Over the rows of Q: the last P V was issued by all four warps, after the last Q K^T of each had retired.
-    release_queries();
-    Element* const buffer = storage.q[query_buffer()][warpgroup];
     // STSM.x4: lanes 8i..8i+7 hold the row addresses of 8x8 matrix i: rows 0-7 or 8-15, left or right 8 columns.
     // The TMA box swizzles its 16-byte units: 128-byte rows by row % 8, 64-byte rows by row / 2 % 4.
+    constexpr int kColumns = Config::kOutputOverQuery ? Config::kHeadDimV : Config::kOutputColumns;
     constexpr int kUnits = Config::kChunk / 8;
     int const stsm_row = warp * 16 + lane % 16;
     int const swizzle = kUnits == 8 ? stsm_row % 8 : stsm_row / 2 % 4;
+    Element* const buffer = Config::kOutputOverQuery ? storage.q[query_buffer()][warpgroup] : storage.o[warpgroup];
     uint128_t* const row_units = reinterpret_cast<uint128_t*>(buffer) + stsm_row * kUnits;
 #pragma unroll
-    for (int column = 0; column < Config::kHeadDimV; column += 16) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int const i = column / 2 + 2 * j;
-        packed[j] = Packed<Element>::pack(o[i] * inverse[j & 1], o[i + 1] * inverse[j & 1]);
+    for (int first = 0; first < Config::kHeadDimV; first += kColumns) {
+      if constexpr (Config::kOutputOverQuery) {
+        // The last P V was issued by all four warps after the last Q K^T of each had retired: nobody reads these rows.
+        release_left_queries();
+      } else {
+        if (thread == 0) tma_store_wait<0>();  // the copy before has read the buffer
+        cutlass::arch::NamedBarrier::sync(128, warpgroup);
       }
-      int const chunk = column / Config::kChunk, unit = column % Config::kChunk / 8 + lane / 16;
-      SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3],
-                              row_units[chunk * kRowsPerWarpgroup * kUnits + (unit ^ swizzle)]);
-    }
-    tma_store_fence();
-    cutlass::arch::NamedBarrier::sync(128, warpgroup);
-    if (thread == 0) {
 #pragma unroll
-      for (int column = 0; column < Config::kHeadDimV; column += Config::kChunk) {
-        SM90_TMA_STORE_4D::copy(&params.map_o, buffer + column * kRowsPerWarpgroup, column, row, tile.head, tile.batch);
+      for (int column = 0; column < kColumns; column += 16) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          int const i = (first + column) / 2 + 2 * j;
+          packed[j] = Packed<Element>::pack(o[i] * inverse[j & 1], o[i + 1] * inverse[j & 1]);
+        }
+        int const chunk = column / Config::kChunk, unit = column % Config::kChunk / 8 + lane / 16;
+        SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3],
+                                row_units[chunk * kRowsPerWarpgroup * kUnits + (unit ^ swizzle)]);
       }
-      tma_store_arrive();
-    }
-    if constexpr (Config::kQueryBuffers == 1) {
+      tma_store_fence();
+      cutlass::arch::NamedBarrier::sync(128, warpgroup);
       if (thread == 0) {
-        tma_store_wait<0>();
-        storage.query_empty[0][warpgroup].arrive();
+#pragma unroll
+        for (int column = 0; column < kColumns; column += Config::kChunk) {
+          SM90_TMA_STORE_4D::copy(&params.map_o, buffer + column * kRowsPerWarpgroup, first + column, row, tile.head,
+                                  tile.batch);
+        }
+        tma_store_arrive();
       }
-    } else {
-      output_leaving = true;
     }
+    output_leaving = Config::kOutputOverQuery;
+    if constexpr (Config::kQueryBuffers == 1) release_left_queries();  // the next tile waits for it
   }
 };
 

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
     for (int b = 0; b < Config::kQueryBuffers; ++b) {
       for (int w = 0; w < Config::kWarpgroups; ++w) {
         storage.query_full[b][w].init(1);
-        storage.query_empty[b][w].init(1);
+        storage.query_empty[b][w].init(Config::kOutputOverQuery ? 1 : 4);
       }
     }
     for (int s = 0; s < Config::kKeyStages; ++s) {
