@@ -43,8 +43,12 @@ TileOrder plan_order(ForwardProblem const& problem, int block_m) {
   order.group = 1;  // query blocks of one head follow each other: its K and V are read by neighbours at the same time
   if (problem.causal) {
     int64_t const head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v);
-    int64_t const kv_heads = std::max<int64_t>(1, kGroupBytes / std::max<int64_t>(1, head_bytes));
-    order.group = int32_t(std::clamp<int64_t>(kv_heads * (problem.heads / problem.kv_heads), 1, order.virtual_heads));
+    int64_t const kv_heads = problem.batch * problem.kv_heads;
+    int64_t group = std::clamp<int64_t>(kGroupBytes / std::max<int64_t>(1, head_bytes), 1, kv_heads);
+    // The last group is full or nearly so: the long tiles of a small one would start when the GPU runs empty.
+    auto uneven = [&] { return kv_heads % group != 0 && 4 * (kv_heads % group) < 3 * group; };
+    while (uneven()) --group;
+    order.group = int32_t(group * (problem.heads / problem.kv_heads));
   }
   return order;
 }
