@@ -4,7 +4,7 @@
 #
 #   PYTHON=python3.12        the interpreter that .venv is made from
 #   TORCH=torch==2.13.0      what pip installs if .venv has no torch (any torch >= 2.9, with CUDA or without)
-#   GPU_PYTHON=python3       for gpu-test, bench, sanitize: an interpreter with torch where the wheel is installed already
+#   GPU_PYTHON=python3       for gpu-test, bench, train, sanitize: an interpreter with torch where the wheel is installed already
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -15,7 +15,7 @@ GPU := $(or $(GPU_PYTHON),$(BIN)/python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: install demo test lint format build-report check-binary wheel gpu-test bench sanitize clean
+.PHONY: install demo test lint format build-report check-binary wheel gpu-test bench train sanitize clean
 
 demo: install
 	$(BIN)/python examples/sentence_encoder.py
@@ -50,6 +50,9 @@ gpu-test: $(if $(GPU_PYTHON),,install)
 
 bench: $(if $(GPU_PYTHON),,install)
 	$(GPU) -m benchmarks.run
+
+train: $(if $(GPU_PYTHON),,install)
+	$(GPU) -m benchmarks.train_gpt
 
 sanitize: $(if $(GPU_PYTHON),,install)
 	$(GPU) tests/gpu/sanitize.py

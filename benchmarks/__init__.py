@@ -2,7 +2,8 @@
 
     python -m benchmarks.run       time the cells, print the table, write benchmarks/results/h200.json
     python -m benchmarks.plot      draw the record
-    python -m benchmarks.readme    put the record's table into README.md
+    python -m benchmarks.readme    put the record's tables into README.md
+    python -m benchmarks.train_gpt train a small GPT with our attention and with torch's, write results/training.json
 
 The installed flash_attn3 is measured: `python -m` puts the checkout first on sys.path, where a flash_attn3 without its
 extension would hide it, so the checkout goes to the end.

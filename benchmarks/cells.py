@@ -11,6 +11,8 @@ WIDTH = 2048  # heads * head_dim of the standard grid
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128, 256)
 GRAPH_SEQLENS = (512, 1024)  # short enough for the host's time to show in eager mode
+DETERMINISTIC_SEQLENS = (512, 2048, 8192, 16384)
+OPS = ("fwd", "bwd")
 TARGETS = Path(__file__).with_name("targets.json")
 
 
@@ -39,9 +41,19 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """2 B H Sq Sk (D + Dv), half of it when causal."""
+        """2 B H Sq Sk (D + Dv), half of it when causal; 2.5 times that for a backward."""
         full = 2.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * (self.head_dim + self.head_dim_v)
-        return full / 2 if self.causal else full
+        return full * (2.5 if self.op == "bwd" else 1.0) * (0.5 if self.causal else 1.0)
+
+    @property
+    def standard(self) -> bool:
+        """Whether the cell is one of the standard grid, but for its length and graph mode."""
+        return self.head_dim == self.head_dim_v and self.heads == self.kv_heads == WIDTH // self.head_dim
+
+    @property
+    def deterministic_too(self) -> bool:
+        """Whether our deterministic mode is measured beside the default one."""
+        return self.op == "bwd" and self.standard and self.seqlen_q in DETERMINISTIC_SEQLENS
 
     def fields(self) -> dict:
         """The cell in a record; "graph" only where it is true."""
@@ -54,8 +66,33 @@ def forward(dtype: str, dims: tuple[int, int], heads: tuple[int, int], seqlen: i
     return Cell("fwd", dtype, *dims, max(1, TOKENS // seqlen), *heads, seqlen, seqlen, causal, graph)
 
 
+def backward(dims: tuple[int, int], heads: tuple[int, int], seqlen: int, causal: bool) -> Cell:
+    """A backward cell of TOKENS tokens."""
+    return Cell("bwd", "bf16", *dims, max(1, TOKENS // seqlen), *heads, seqlen, seqlen, causal)
+
+
 def all_cells() -> list[Cell]:
-    """The standard grid, its short lengths once more in a CUDA graph, GQA, fp16 and the other head dims."""
+    """Forward: the standard grid, its short lengths once more in a CUDA graph, GQA, fp16 and the other head dims.
+
+    Backward: the standard grid, GQA and the other head dims.
+    """
+    return [*_forward_cells(), *_backward_cells()]
+
+
+def _backward_cells() -> list[Cell]:
+    cells = []
+    for dim in HEAD_DIMS:
+        heads = (WIDTH // dim, WIDTH // dim)
+        for causal in (False, True):
+            cells += [backward((dim, dim), heads, seqlen, causal) for seqlen in SEQLENS]
+    for causal in (False, True):
+        cells += [backward((128, 128), (16, 4), seqlen, causal) for seqlen in (128, 512, 1024, 4096)]
+        for dims, heads in (((96, 96), 16), ((192, 192), 8), ((192, 128), 16)):
+            cells.append(backward(dims, (heads, heads), 4096, causal))
+    return cells
+
+
+def _forward_cells() -> list[Cell]:
     cells = []
     for dim in HEAD_DIMS:
         dims, heads = (dim, dim), (WIDTH // dim, WIDTH // dim)
@@ -75,6 +112,9 @@ QUICK = (
     "fwd-bf16-d128-*-s1024",
     "fwd-bf16-d128-*-s8192",
     "fwd-bf16-d256-*-s8192",
+    "bwd-bf16-d64-*-s8192",
+    "bwd-bf16-d128-*-s8192",
+    "bwd-bf16-d256-*-s8192",
 )
 
 
@@ -99,9 +139,8 @@ def load_targets(path: Path = TARGETS) -> dict:
 
 def target_of(cell: Cell, targets: dict) -> Target | None:
     """Parity, floor and aim of a cell, or None where none was measured."""
-    standard = (cell.heads, cell.kv_heads) == (WIDTH // cell.head_dim, WIDTH // cell.head_dim)
     for row in targets["parity"]:
-        heads = (row["heads"], row["kv_heads"]) == (cell.heads, cell.kv_heads) if "heads" in row else standard
+        heads = (row["heads"], row["kv_heads"]) == (cell.heads, cell.kv_heads) if "heads" in row else cell.standard
         same = (row["op"], row["head_dim"], row["causal"], row["seqlen"]) == (
             cell.op, cell.head_dim, cell.causal, cell.seqlen_q,
         )  # fmt: skip

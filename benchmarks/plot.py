@@ -1,5 +1,7 @@
 """Draws a record: one PNG an op, TFLOP/s by sequence length, one panel a head dim; solid not causal, dashed causal.
 
+Our deterministic mode is a line of its own.
+
 usage: python -m benchmarks.plot [RECORD] [--out FOLDER]      (needs matplotlib)
 """
 
@@ -11,7 +13,14 @@ from pathlib import Path
 from benchmarks import RECORD, RESULTS, report
 from benchmarks.cells import Cell
 
-COLORS = {"flash_attn3": "#d62728", "cudnn": "#2ca02c", "fa2": "#7f7f7f", "fa3": "#1f77b4", "fa4": "#9467bd"}
+COLORS = {
+    "flash_attn3": "#d62728",
+    "flash_attn3 deterministic": "#ff9896",
+    "cudnn": "#2ca02c",
+    "fa2": "#7f7f7f",
+    "fa3": "#1f77b4",
+    "fa4": "#9467bd",
+}
 
 
 def series(record: dict, op: str) -> dict[str, dict[tuple[str, bool], list[tuple[int, float]]]]:
@@ -52,7 +61,8 @@ def draw(record: dict, op: str, path: Path) -> bool:
             label = f"{provider}{', causal' if causal else ''}"
             axis.plot(lengths, rates, style, color=COLORS.get(provider), marker="o", markersize=3, label=label)
         axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [str(length) for length in lengths], rotation=45, minor=False)
+        ticks = sorted({length for points in lines.values() for length, _ in points})
+        axis.set_xticks(ticks, [str(length) for length in ticks], rotation=45, minor=False)
         axis.set_title(name)
         axis.set_xlabel("sequence length")
         axis.grid(alpha=0.3)

@@ -26,6 +26,12 @@ class Provider:
     name: str
     call: Call
     context: Callable[[], AbstractContextManager] = field(default=nullcontext)
+    deterministic: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name in tables: our deterministic mode is a column of its own."""
+        return f"{self.name} deterministic" if self.deterministic else self.name
 
 
 def _through_sdpa(function: Callable) -> Call:
@@ -38,6 +44,10 @@ def _through_sdpa(function: Callable) -> Call:
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flash_attn3.flash_attn_func(q, k, v, causal=causal)
+
+
+def _ours_deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flash_attn3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
 
 
 def _foreign(module_name: str) -> Call | None:
@@ -73,42 +83,27 @@ def available(device: str) -> list[Provider]:
     return providers
 
 
+def for_cell(cell, candidates: list[Provider]) -> list[Provider]:
+    """Those of `available` that a cell measures: fa2 is no peer of a backward, which has our deterministic mode too."""
+    if cell.op != "bwd":
+        return candidates
+    ours = [Provider("flash_attn3", _ours_deterministic, deterministic=True)] if cell.deterministic_too else []
+    return [*(p for p in candidates if p.name != "fa2"), *ours]
+
+
 def ours_through_sdpa() -> Provider:
     """Our drop-in for F.scaled_dot_product_attention, for the host's time a call."""
     return Provider("flash_attn3", _through_sdpa(flash_attn3.scaled_dot_product_attention))
 
 
-def make_inputs(cell, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v ~ N(0, 1), contiguous (B, S, H, D)."""
+def make_inputs(cell, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, dout ~ N(0, 1), contiguous (B, S, H, D)."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cell.dtype]
     generator = torch.Generator(device).manual_seed(0)
     sizes = (
         (cell.seqlen_q, cell.heads, cell.head_dim),
         (cell.seqlen_k, cell.kv_heads, cell.head_dim),
         (cell.seqlen_k, cell.kv_heads, cell.head_dim_v),
+        (cell.seqlen_q, cell.heads, cell.head_dim_v),
     )
     return tuple(torch.randn(cell.batch, *size, dtype=dtype, device=device, generator=generator) for size in sizes)
-
-
-def reference_rows(seqlen: int) -> Tensor:
-    """Rows that are compared: the first and last of the sequence and some in between."""
-    spread = torch.linspace(0, seqlen - 1, min(seqlen, 33)).long()
-    ends = torch.tensor([0, 1, 63, 64, 127, 128, seqlen - 65, seqlen - 64, seqlen - 2, seqlen - 1])
-    return torch.cat([spread, ends]).clamp(0, seqlen - 1).unique()
-
-
-def relative_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
-    """|out - ref| / |ref| over some rows of the first head of the first batch and the last of the last, in float64."""
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k, group = k.shape[1], heads // k.shape[2]
-    rows = reference_rows(seqlen_q).to(q.device)
-    visible = torch.arange(seqlen_k, device=q.device) <= (rows + seqlen_k - seqlen_q)[:, None]
-    errors = norms = 0.0
-    for b, h in ((0, 0), (batch - 1, heads - 1)):
-        s = q[b, rows, h].double() @ k[b, :, h // group].double().T * q.shape[3] ** -0.5
-        if causal:
-            s = s.masked_fill(~visible, -torch.inf)
-        ref = s.softmax(-1) @ v[b, :, h // group].double()
-        errors += (out[b, rows, h].double() - ref).square().sum().item()
-        norms += ref.square().sum().item()
-    return (errors / norms) ** 0.5

@@ -17,14 +17,14 @@ from benchmarks.cells import HEAD_DIMS, SEQLENS, WIDTH, Cell
 START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
 
 
-def row_of(grid: dict[Cell, dict[str, dict]], dim: int, causal: bool) -> str | None:
+def row_of(grid: dict[Cell, dict[str, dict]], op: str, dim: int, causal: bool) -> str | None:
     """A line of the table: our TFLOP/s and the ratio to cuDNN at each length."""
     texts = []
     for seqlen in SEQLENS:
         found = [
             providers
             for cell, providers in grid.items()
-            if (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v) == ("fwd", "bf16", dim, dim)
+            if (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v) == (op, "bf16", dim, dim)
             and (cell.causal, cell.seqlen_q, cell.graph) == (causal, seqlen, False)
             and cell.heads == cell.kv_heads == WIDTH // dim
         ]
@@ -38,25 +38,39 @@ def row_of(grid: dict[Cell, dict[str, dict]], dim: int, causal: bool) -> str | N
     return f"| {dim} | {'yes' if causal else 'no'} | " + " | ".join(texts) + " |"
 
 
+def table(grid: dict[Cell, dict[str, dict]], op: str) -> list[str]:
+    """The standard grid of an op; empty if the record has none of it."""
+    rows = [row_of(grid, op, dim, causal) for dim in HEAD_DIMS for causal in (False, True)]
+    head = ["| head dim | causal | " + " | ".join(map(str, SEQLENS)) + " |", "|---|---|" + "---|" * len(SEQLENS)]
+    return [*head, *filter(None, rows)] if any(rows) else []
+
+
 def section(record: dict | None) -> str:
     """The text between the markers."""
     if record is None:
         return ""
     grid = report.by_cell(record["cells"])
-    rows = [row_of(grid, dim, causal) for dim in HEAD_DIMS for causal in (False, True)]
     lines = [
         f"Forward, bf16, TFLOP/s (and times cuDNN in the same run) by sequence length. {record['device']}, torch "
         f"{record['torch']}, {record['date']}, sources {record['source_digest']};",
         "16384 tokens, heads x head dim 2048, through the Python API in eager mode. Every cell and provider:",
         f"[{RECORD.relative_to(ROOT)}]({RECORD.relative_to(ROOT)}).",
         "",
-        "| head dim | causal | " + " | ".join(map(str, SEQLENS)) + " |",
-        "|---|---|" + "---|" * len(SEQLENS),
-        *filter(None, rows),
+        *table(grid, "fwd"),
     ]
+    backward = table(grid, "bwd")
+    if backward:
+        slower = report.slowdowns(record).values()
+        lines += ["", "Backward, timed alone, the same way:", "", *backward]
+        if slower:
+            lines += ["", f"With `deterministic=True` it takes {min(slower):+.1%} to {max(slower):+.1%} more time."]
     host = [row for row in record["cells"] if row["op"] == "overhead" and row["provider"] == report.OURS]
     if host:
-        names = {"fwd": "`flash_attn_func`", "sdpa_fwd": "`scaled_dot_product_attention`"}
+        names = {
+            "fwd": "`flash_attn_func`",
+            "sdpa_fwd": "`scaled_dot_product_attention`",
+            "fwd_bwd": "`flash_attn_func` and its backward",
+        }
         times = ", ".join(f"{names.get(row['what'], row['what'])} {row['us']:.0f} us" for row in host)
         lines += ["", f"Host time of a call (B 1, S 128, H 8, D 128): {times}."]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from dataclasses import fields
 from benchmarks.cells import Cell, load_targets, target_of
 
 OURS, YARDSTICK = "flash_attn3", "cudnn"
+DETERMINISTIC = f"{OURS} deterministic"
 FALL = 0.03
 
 
@@ -14,12 +15,17 @@ def cell_of(row: dict) -> Cell:
     return Cell(**{field.name: row[field.name] for field in fields(Cell) if field.name in row})
 
 
+def label(row: dict) -> str:
+    """The provider of a row; our deterministic mode is one of its own."""
+    return f"{row['provider']} deterministic" if row.get("deterministic") else row["provider"]
+
+
 def by_cell(rows: Iterable[dict]) -> dict[Cell, dict[str, dict]]:
-    """{cell: {provider: row}} of the rows with a rate, in their order."""
+    """{cell: {label: row}} of the rows with a rate, in their order."""
     grouped: dict[Cell, dict[str, dict]] = {}
     for row in rows:
         if row["op"] != "overhead":
-            grouped.setdefault(cell_of(row), {})[row["provider"]] = row
+            grouped.setdefault(cell_of(row), {})[label(row)] = row
     return grouped
 
 
@@ -40,7 +46,7 @@ def verdict(cell: Cell, measured: float | None, targets: dict) -> str:
 def table(record: dict) -> list[str]:
     """One line a cell: rates of all providers, ours over cuDNN, parity, floor, aim, share of the matmul ceiling."""
     targets, grouped = load_targets(), by_cell(record["cells"])
-    names = list(dict.fromkeys(name for providers in grouped.values() for name in providers))
+    names = list(dict.fromkeys(name for providers in grouped.values() for name in providers if name != DETERMINISTIC))
     ceiling = record.get("ceilings", {}).get("bf16_matmul_tflops")
     header = f"{'TFLOP/s':<32}" + "".join(f"{name:>12}" for name in names)
     lines = [header + f"{'/cudnn':>8}{'parity':>7}{'floor':>7}{'aim':>7}{'ceiling':>9}  verdict"]
@@ -68,6 +74,26 @@ def overhead_table(record: dict) -> list[str]:
     return lines
 
 
+def slowdowns(record: dict) -> dict[Cell, float]:
+    """By how much our deterministic mode is slower than the default one, where both were measured."""
+    return {
+        cell: providers[OURS]["tflops"] / providers[DETERMINISTIC]["tflops"] - 1
+        for cell, providers in by_cell(record["cells"]).items()
+        if OURS in providers and DETERMINISTIC in providers
+    }
+
+
+def deterministic_table(record: dict) -> list[str]:
+    """One line a cell with a deterministic rate."""
+    limits, grouped = load_targets()["deterministic_slowdown"], by_cell(record["cells"])
+    lines = []
+    for cell, slower in slowdowns(record).items():
+        rate = grouped[cell][DETERMINISTIC]["tflops"]
+        verdict = "BELOW FLOOR" if slower > limits["floor"] else "aim reached" if slower <= limits["aim"] else "ok"
+        lines.append(f"{cell.name:<32}{rate:>12.1f}  deterministic, {slower:+.1%} time  {verdict}")
+    return lines
+
+
 def below_floor(record: dict) -> list[str]:
     """A line for each of our cells under its floor."""
     targets, lines = load_targets(), []
@@ -76,6 +102,10 @@ def below_floor(record: dict) -> list[str]:
         if verdict(cell, measured, targets) == "BELOW FLOOR":
             floor = target_of(cell, targets).floor
             lines.append(f"{cell.name}: {measured:.3f} of cuDNN, floor {floor:.3f} ({measured / floor - 1:+.1%})")
+    allowed = targets["deterministic_slowdown"]["floor"]
+    for cell, slower in slowdowns(record).items():
+        if slower > allowed:
+            lines.append(f"{cell.name}: deterministic {slower:.1%} slower, floor {allowed:.0%}")
     return lines
 
 

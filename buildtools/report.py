@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from buildtools import ROOT
+from buildtools.plan import load_table
 
 # Budget of one unit. Exceeding it is reported, not refused, because it depends on the machine; the processor's seconds
 # are compared, because the clock's depend on what else runs.
@@ -58,7 +59,8 @@ def main() -> int:
         print("no extension is built in this checkout (flash_attn3/_build.json is absent)")
         return 1
     built = json.loads(description.read_text())
-    others = sorted(p.stem for p in (ROOT / "build" / "units").glob("*.json") if not p.stem.startswith("forward_"))
+    units = {path.stem for path in (ROOT / "build" / "units").glob("*.json")}
+    others = sorted(units - {row.name for row in load_table().rows()})
     names = built["kernels"] + others
     print(f"nvcc {built['nvcc']}, CUTLASS {built['cutlass']}, torch {built['torch']} headers, digest {built['digest']}")
     print(table(load(names)))

@@ -21,7 +21,15 @@ from buildtools.symbols import demangle
 from buildtools.toolchain import pypi_cuda_roots
 
 # By operation of the row: instructions that every kernel of it must contain.
-REQUIRED = {"forward": ("HGMMA", "UTMALDG", "UTMASTG")}
+_MATRIX_KERNEL = ("HGMMA", "UTMALDG", "UTMASTG")
+REQUIRED = {
+    "forward": _MATRIX_KERNEL,
+    "backward": (*_MATRIX_KERNEL, "REDG"),
+    "backward_keys": _MATRIX_KERNEL,
+    "backward_queries": _MATRIX_KERNEL,
+    "backward_prepare": (),
+    "backward_finish": (),
+}
 # Loads and stores of local memory, and the findings of ptxas (see ptxas.py) that permit them.
 LOCAL_MEMORY = ("LDL", "STL")
 _PERMITS = ("spills", "stack")
@@ -42,15 +50,20 @@ def count_instructions(sass: str) -> dict[str, Counter]:
     return functions
 
 
+def functions_of(row, functions: dict[str, Counter]) -> list[Counter]:
+    """The counts of the functions that a row of the kernel table compiled to."""
+    return [counts for name, counts in functions.items() if row.symbol in name.replace("flash_attn3::", "")]
+
+
 def check(functions: dict[str, Counter], rows: list) -> list[str]:
     """One line for each row of the kernel table that has no function or whose function is not what it must be.
-    `functions` goes by demangled name; a row's name contains the C++ type of its configuration."""
+    `functions` goes by demangled name."""
     problems = []
     for row in rows:
-        own = {name: counts for name, counts in functions.items() if row.config in name.replace("flash_attn3::", "")}
+        own = functions_of(row, functions)
         if not own:
-            problems.append(f"{row.name}: no function with {row.config}")
-        for counts in own.values():
+            problems.append(f"{row.name}: no function with {row.symbol}")
+        for counts in own:
             missing = [op for op in REQUIRED[row.op] if not counts[op]]
             local = {op: counts[op] for op in LOCAL_MEMORY if counts[op]}
             if missing:
@@ -85,7 +98,7 @@ def main(argv: list[str]) -> int:
         print("\n".join(problems))
         return 1
     for row in rows:
-        counts = next(c for name, c in functions.items() if row.config in name.replace("flash_attn3::", ""))
+        counts = functions_of(row, functions)[0]
         shown = ", ".join(f"{counts[op]} {op}" for op in (*REQUIRED[row.op], *LOCAL_MEMORY))
         print(f"{row.name:<44} {sum(counts.values())} instructions: {shown}")
     return 0

@@ -31,7 +31,8 @@ class ForwardKernel:
     value_stages: int
     allow: tuple[str, ...] = ()
 
-    op = "forward"
+    op = family = "forward"
+    header = "kernels/forward/launch.h"
 
     @property
     def block_m(self) -> int:
@@ -46,6 +47,8 @@ class ForwardKernel:
         """The C++ type that describes this row."""
         sizes = (self.head_dim, self.head_dim_v, self.warpgroups, self.block_n, self.key_stages, self.value_stages)
         return f"ForwardConfig<{_CPP_TYPE[self.dtype]}, {', '.join(map(str, sizes))}>"
+
+    symbol = config  # what the demangled name of the row's kernel contains
 
 
 # (head_dim, head_dim_v, warpgroups, block_n, key_stages, value_stages). Of two rows for the same head dims the one with
@@ -63,12 +66,117 @@ _FORWARD_TILES = (
 FORWARD = [ForwardKernel(dtype, *tile) for dtype in ("bf16", "fp16") for tile in _FORWARD_TILES]
 
 
-def rows() -> list[ForwardKernel]:
+@dataclass(frozen=True)
+class BackwardKernel:
+    """One 16-bit kernel of the backward pass; `op` says which gradients it computes and what a CTA holds.
+
+    "backward": a CTA holds `block_n` keys, walks queries in blocks of `block_m`, computes dK, dV and adds to dQ.
+    "backward_keys": the same without dQ. "backward_queries": a CTA holds `block_m` queries, walks keys in blocks of
+    `block_n`, computes dQ. `stages` are the shared-memory buffers of what is walked (Q and dO, or K and V).
+    """
+
+    op: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    stages: tuple[int, int]
+    allow: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.dtype}_d{self.head_dim}_dv{self.head_dim_v}_m{self.block_m}_n{self.block_n}"
+
+    @property
+    def header(self) -> str:
+        return f"kernels/backward/{self.family}/launch.h"
+
+    @property
+    def family(self) -> str:
+        """The folder of the kernel. From head dim 192 on a warpgroup cannot hold whole rows of dK and dV."""
+        if self.op == "backward_queries":
+            return "queries"
+        return "keys" if self.head_dim <= 128 else "wide_keys"
+
+    @property
+    def config(self) -> str:
+        """The C++ type that describes this row."""
+        sizes = [self.head_dim, self.head_dim_v, self.block_m, self.block_n, *self.stages]
+        if self.family == "keys":
+            sizes.append("true" if self.op == "backward" else "false")
+        name = {"queries": "QueriesConfig", "keys": "KeysConfig", "wide_keys": "WideKeysConfig"}[self.family]
+        return f"{name}<{_CPP_TYPE[self.dtype]}, {', '.join(map(str, sizes))}>"
+
+    symbol = config
+
+
+# (op, head_dim, head_dim_v, block_m, block_n, stages)
+_BACKWARD_TILES = (
+    ("backward", 64, 64, 128, 128, (2, 2)),
+    ("backward", 96, 96, 128, 128, (2, 2)),
+    ("backward", 128, 128, 80, 128, (2, 2)),
+    ("backward_keys", 64, 64, 128, 128, (2, 2)),
+    ("backward_keys", 96, 96, 128, 128, (2, 2)),
+    ("backward_keys", 128, 128, 80, 128, (2, 2)),
+    ("backward_keys", 192, 128, 64, 64, (2, 2)),
+    ("backward_keys", 192, 192, 64, 64, (2, 2)),
+    ("backward_keys", 256, 256, 64, 64, (2, 2)),
+    ("backward_queries", 64, 64, 192, 80, (4, 4)),
+    ("backward_queries", 96, 96, 192, 64, (3, 3)),
+    ("backward_queries", 128, 128, 192, 64, (3, 3)),
+    ("backward_queries", 192, 128, 128, 64, (3, 2)),
+    ("backward_queries", 192, 192, 128, 64, (2, 2)),
+    ("backward_queries", 256, 256, 128, 64, (2, 1)),
+)
+
+BACKWARD = [BackwardKernel(op, dtype, *tile) for dtype in ("bf16", "fp16") for op, *tile in _BACKWARD_TILES]
+
+
+@dataclass(frozen=True)
+class BackwardAuxiliary:
+    """A memory-bound kernel before ("backward_prepare") or after ("backward_finish") the main ones, for any head dim.
+
+    It serves every problem of its dtype; the row's tile is empty.
+    """
+
+    op: str
+    dtype: str
+    allow: tuple[str, ...] = ()
+    head_dim = head_dim_v = 256
+    block_m = block_n = 0
+    family = "auxiliary"
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.dtype}"
+
+    @property
+    def header(self) -> str:
+        return f"kernels/backward/{self.op.removeprefix('backward_')}.h"
+
+    @property
+    def config(self) -> str:
+        return _CPP_TYPE[self.dtype]
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_kernel<{self.config}"
+
+
+AUXILIARY = [
+    BackwardAuxiliary(op, dtype) for dtype in ("bf16", "fp16") for op in ("backward_prepare", "backward_finish")
+]
+
+Kernel = ForwardKernel | BackwardKernel | BackwardAuxiliary
+
+
+def rows() -> list[Kernel]:
     """Every row, in the order of the row ids of a full build."""
-    return list(FORWARD)
+    return [*FORWARD, *BACKWARD, *AUXILIARY]
 
 
-def select(patterns: str = "") -> list[ForwardKernel]:
+def select(patterns: str = "") -> list[Kernel]:
     """The rows whose name matches one of the comma-separated shell patterns; all rows if there is no pattern.
 
     Raises ValueError if a pattern matches no row.
@@ -80,27 +188,43 @@ def select(patterns: str = "") -> list[ForwardKernel]:
     return [row for row in rows() if not wanted or any(fnmatchcase(row.name, p) for p in wanted)]
 
 
-def render(row: ForwardKernel) -> str:
+def _direction(row: Kernel) -> tuple[str, str]:
+    """The name of the row's launch template, and the type of its parameters."""
+    if row.op == "forward":
+        return "launch_forward", "ForwardParams"
+    launch = {"queries": "launch_backward_queries", "keys": "launch_backward_keys", "wide_keys": "launch_wide_keys"}
+    return launch.get(row.family, f"launch_{row.op}"), "BackwardParams"
+
+
+def render(row: Kernel) -> str:
     """The generated .cu of one row: its launch function."""
+    launch, params = _direction(row)
     return f"""// Generated from csrc/instances.py.
-#include "kernels/forward/launch.h"
+#include "{row.header}"
 
 namespace flash_attn3 {{
-void launch_{row.name}(ForwardParams const& params, int grid, cudaStream_t stream) {{
-  launch_forward<{row.config}>(params, grid, stream);
+void launch_{row.name}({params} const& params, int grid, cudaStream_t stream) {{
+  {launch}<{row.config}>(params, grid, stream);
 }}
 }}  // namespace flash_attn3
 """
 
 
-def render_table(selected: list[ForwardKernel]) -> str:
+def render_table(selected: list[Kernel]) -> str:
     """The generated kernel_table.cpp: what the host library knows of each compiled row; the index is the row id."""
-    declarations = "\n".join(f"void launch_{row.name}(ForwardParams const&, int, cudaStream_t);" for row in selected)
-    entries = "\n".join(
-        f'    {{"{row.name}", "{row.op}", "{row.dtype}", {row.head_dim}, {row.head_dim_v}, {row.block_m}, '
-        f"{row.block_n}, &launch_{row.name}}},"
-        for row in selected
+    declarations = "\n".join(
+        f"void launch_{row.name}({_direction(row)[1]} const&, int, cudaStream_t);" for row in selected
     )
+
+    def entry(row: Kernel) -> str:
+        launch = f"&launch_{row.name}"
+        pointers = f"{launch}, nullptr" if row.op == "forward" else f"nullptr, {launch}"
+        return (
+            f'    {{"{row.name}", "{row.op}", "{row.dtype}", {row.head_dim}, {row.head_dim_v}, {row.block_m}, '
+            f"{row.block_n}, {pointers}}},"
+        )
+
+    entries = "\n".join(entry(row) for row in selected)
     return f"""// Generated from csrc/instances.py: the kernels of this build.
 #include "host/kernel_table.h"
 

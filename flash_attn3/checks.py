@@ -142,7 +142,7 @@ def gradients(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> N
                 f"it must be {shape}, {q.dtype}, {q.device}"
             )
     wanted = (q.shape[0], q.shape[2], q.shape[1])
-    if tuple(lse.shape) != wanted or lse.dtype not in WIDE or lse.device != q.device:
+    if tuple(lse.shape) != wanted or lse.dtype != torch.float32 or lse.device != q.device:
         raise ValueError(
             f"softmax_lse has shape {tuple(lse.shape)}, dtype {lse.dtype}, device {lse.device}; "
             f"it must be {wanted}, float32, {q.device}"

@@ -23,7 +23,7 @@ _TRACEABLE = (
     f"_flash_attn_forward({_FORWARD}) -> (Tensor, Tensor, Tensor, Tensor)",
     f"_flash_attn_forward_out({_FORWARD}, Tensor(a!) out) -> (Tensor, Tensor, Tensor)",
     "_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-    f"Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_OPTIONS}, float softcap) -> Tensor",
+    f"Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_OPTIONS}, float softcap, bool deterministic) -> Tensor",
 )
 _RAW = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
@@ -89,22 +89,34 @@ def _forward(q, k, v, qv, descales, softmax_scale, causal, window, attention_chu
     return out.copy_(result), lse
 
 
-def _backward(dout, q, k, v, out, lse, softmax_scale, causal, window, softcap, sm_margin, grads, function):
-    """dq, dk, dv, written into those of `grads` that are not None."""
-    checks.dense(q, k, v, None, None, None, None, False, function)
+def _backward(
+    dout, q, k, v, out, lse, softmax_scale, causal, window, softcap, deterministic, sm_margin, grads, function
+):
+    """dq, dk, dv by the backend that dispatch chooses, written into those of `grads` that are not None."""
+    problem = dispatch.checked_problem(
+        q, k, v, None, (None, None, None), softmax_scale, causal, window, 0, softcap, sm_margin,
+        wide=False, function=function,
+    )  # fmt: skip
     checks.gradients(dout, q, v, out, lse)
-    if softmax_scale is None:
-        softmax_scale = q.shape[3] ** -0.5
-    softmax_scale, window, _, softcap = checks.options(softmax_scale, window, 0, softcap, sm_margin)
     for name, x, grad in zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True):
         if grad is not None and (grad.shape != x.shape or grad.dtype != x.dtype or grad.device != x.device):
             raise ValueError(
                 f"{name} has shape {tuple(grad.shape)}, dtype {grad.dtype}, device {grad.device}; "
                 f"it must be {tuple(x.shape)}, {x.dtype}, {x.device}"
             )
-    window = dispatch.normalize_window(window, causal, q.shape[1], k.shape[1])
-    results = torch.ops.flash_attn3.portable_backward.default(
-        dout, None, q, k, v, None, out, lse, softmax_scale, *window, 0, softcap
+    deterministic = dispatch.must_be_deterministic(deterministic)
+    if dispatch.use_kernel_backward(problem, deterministic):
+        grads = [
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad
+            for x, grad in zip((q, k, v), grads, strict=True)
+        ]
+        causal = problem.window[1] == 0
+        torch.ops.flash_attn3.backward_out.default(
+            dout, None, q, k, v, out, lse, *grads, problem.softmax_scale, causal, deterministic
+        )
+        return grads
+    results = autograd.backward(
+        dout, None, q, k, v, None, out, lse, problem.softmax_scale, problem.window, 0, problem.softcap, False, False
     )[:3]
     return [x if grad is None else grad.copy_(x) for x, grad in zip(results, grads, strict=True)]
 
@@ -132,10 +144,13 @@ def _traceable_forward_out(
     return lse, _no_partials(q), _no_partials(q)
 
 
-def _traceable_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, scale, causal, left, right, softcap):
+def _traceable_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, scale, causal, left, right, softcap, deterministic
+):
     _backward(
-        dout, q, k, v, out, softmax_lse, scale, causal, (left, right), softcap, 0, (dq, dk, dv), "_flash_attn_backward"
-    )
+        dout, q, k, v, out, softmax_lse, scale, causal, (left, right), softcap, deterministic, 0, (dq, dk, dv),
+        "_flash_attn_backward",
+    )  # fmt: skip
     return (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
 
 
@@ -192,7 +207,7 @@ def _bwd(
     )  # fmt: skip
     results = _backward(
         dout, q, k, v, out, softmax_lse, softmax_scale, is_causal, (window_size_left, window_size_right), softcap,
-        sm_margin, (dq, dk, dv), "flash_attn_3.bwd",
+        deterministic, sm_margin, (dq, dk, dv), "flash_attn_3.bwd",
     )  # fmt: skip
     # Gradients that the caller owns are not returned: the schema has no alias there.
     grads = [x if given is None else _no_partials(q) for x, given in zip(results, (dq, dk, dv), strict=True)]
@@ -260,5 +275,5 @@ def _flash_attn_backward(
             raise ValueError(f"{name} is None; _flash_attn_backward writes into tensors that the caller allocates")
     return torch.ops.flash_attn_3._flash_attn_backward.default(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, is_causal, window_size_left, window_size_right,
-        softcap,
+        softcap, deterministic,
     )  # fmt: skip

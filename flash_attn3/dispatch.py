@@ -38,20 +38,44 @@ class Problem(NamedTuple):
 _hopper: dict[int, bool] = {}  # per CUDA device index; a GPU's capability does not change
 
 
-def _largest_rows() -> dict[torch.dtype, list[tuple[int, int]]]:
-    """(head_dim, head_dim_v) of the forward kernels of each dtype, without those that another one covers.
+def forward_rows(table: list[dict]) -> dict[torch.dtype, list[tuple[int, int]]]:
+    """(head_dim, head_dim_v) up to which a kernel table has the forward of each dtype.
 
     A kernel runs every smaller head dim too. A build may be a subset of the kernels (FLASH_ATTN3_KERNELS).
     """
+    return {dtype: _largest(_dims(table, "forward", name)) for name, dtype in _TABLE_DTYPES}
+
+
+def backward_rows(table: list[dict]) -> dict[tuple[torch.dtype, bool], list[tuple[int, int]]]:
+    """The same of the backward, by dtype and `deterministic`: every kernel that it launches has to be there.
+
+    These are backward_prepare, then backward_keys and backward_queries, or, unless it must be deterministic, "backward"
+    and backward_finish.
+    """
     largest = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        table = [row for row in ops.kernel_table() if row["op"] == "forward" and row["dtype"] == name]
-        dims = {(row["head_dim"], row["head_dim_v"]) for row in table}
-        largest[dtype] = [x for x in dims if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in dims)]
+    for name, dtype in _TABLE_DTYPES:
+        keys, queries, fused, prepare, finish = (
+            _dims(table, op, name)
+            for op in ("backward_keys", "backward_queries", "backward", "backward_prepare", "backward_finish")
+        )
+        apart = {(min(k[0], q[0]), min(k[1], q[1])) for k in keys for q in queries} if prepare else set()
+        largest[dtype, True] = _largest(apart)
+        largest[dtype, False] = _largest(apart | fused if prepare and finish else apart)
     return largest
 
 
-_rows = _largest_rows()
+def _dims(table: list[dict], op: str, dtype: str) -> set[tuple[int, int]]:
+    return {(row["head_dim"], row["head_dim_v"]) for row in table if row["op"] == op and row["dtype"] == dtype}
+
+
+def _largest(dims: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Without those that another one covers."""
+    return [x for x in dims if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in dims)]
+
+
+_TABLE_DTYPES = (("bf16", torch.bfloat16), ("fp16", torch.float16))
+_rows = forward_rows(ops.kernel_table())
+_backward_rows = backward_rows(ops.kernel_table())
 
 
 def capability(index: int) -> tuple[int, int]:
@@ -75,6 +99,14 @@ def has_kernels(index: int) -> bool:
 def has_row(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
     """Whether this build has a kernel for these head dims; select_kernel would not return -1."""
     for largest, largest_v in _rows.get(dtype, ()):  # noqa: SIM110, any() takes twice the time of this hot line
+        if 0 < head_dim <= largest and 0 < head_dim_v <= largest_v:
+            return True
+    return False
+
+
+def has_backward(dtype: torch.dtype, head_dim: int, head_dim_v: int, deterministic: bool) -> bool:
+    """Whether this build has the backward kernels for these head dims; select_backward would not return -1."""
+    for largest, largest_v in _backward_rows.get((dtype, deterministic), ()):
         if 0 < head_dim <= largest and 0 < head_dim_v <= largest_v:
             return True
     return False
@@ -156,6 +188,29 @@ def use_kernel(problem: Problem, backend: str | None) -> bool:
     return supported
 
 
+def backward_reasons_not_supported(problem: Problem, deterministic: bool) -> list[str]:
+    """Why the kernels cannot run the backward of this problem; empty if they can.
+
+    They need what the forward needs: the backward of a portable forward is portable.
+    """
+    reasons = reasons_not_supported(problem)
+    if not reasons and not has_backward(problem.dtype, problem.head_dim, problem.head_dim_v, deterministic):
+        kind = "deterministic backward" if deterministic else "backward"
+        dims = f"head dims {problem.head_dim} and {problem.head_dim_v} in {problem.dtype}"
+        reasons.append(f"{dims}: this build lacks a kernel of the {kind} (FLASH_ATTN3_KERNELS chose a subset)")
+    return reasons
+
+
+def use_kernel_backward(problem: Problem, deterministic: bool) -> bool:
+    """Whether the kernels run the backward."""
+    return not _reasons(problem) and has_backward(problem.dtype, problem.head_dim, problem.head_dim_v, deterministic)
+
+
+def must_be_deterministic(deterministic: bool) -> bool:
+    """Whether gradients have to be bitwise repeatable: the caller asked for it, or torch's global switch is on."""
+    return bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+
+
 @dataclass(frozen=True)
 class Explanation:
     """How a call would run. `str()` of it is meant for reading."""
@@ -163,28 +218,37 @@ class Explanation:
     backend: str  # "kernel" or "portable"
     kernel: str | None  # the row of the kernel table that would be launched
     reasons: tuple[str, ...]  # why not the kernels
-    backward: str
+    backward: str  # the rows that would be launched, in this order; or the portable backend
+    backward_reasons: tuple[str, ...]  # why not the kernels in the backward, those of the forward among them
 
     def __str__(self) -> str:
         lines = [f"forward:  {self.backend}" + (f", {self.kernel}" if self.kernel else "")]
         lines += [f"          not the kernels: {reason}" for reason in self.reasons]
-        return "\n".join([*lines, f"backward: {self.backward}"])
+        lines += [f"backward: {self.backward}"]
+        lines += [f"          not the kernels: {x}" for x in self.backward_reasons if x not in self.reasons]
+        return "\n".join(lines)
 
 
-def explain_problem(problem: Problem) -> Explanation:
-    """The backend, kernel row and reasons for a problem."""
+def explain_problem(problem: Problem, deterministic: bool = False) -> Explanation:
+    """The backend, kernel rows and reasons for a problem."""
+    deterministic = must_be_deterministic(deterministic)
     reasons = reasons_not_supported(problem)
-    kernel = None
+    backward_reasons = backward_reasons_not_supported(problem, deterministic)
+    dims = (problem.head_dim, problem.head_dim_v, problem.seqlen_q, problem.seqlen_k)
+    numbers = (*dims, problem.window[1] == 0, problem.dtype == torch.bfloat16)
+    kernel, backward = None, "portable (blockwise PyTorch on the tensors' device)"
     if not reasons:
-        causal, bf16 = problem.window[1] == 0, problem.dtype == torch.bfloat16
-        row = torch.ops.flash_attn3.select_kernel(
-            problem.head_dim, problem.head_dim_v, problem.seqlen_q, problem.seqlen_k, causal, bf16
-        )
-        kernel = next(entry["name"] for entry in ops.kernel_table() if entry["id"] == row)
-    backward = "portable (blockwise PyTorch on the tensors' device)"
+        kernel = _names([torch.ops.flash_attn3.select_kernel(*numbers)])
     if problem.dtype == checks.FP8:
         backward = "none (float8_e4m3fn)"
-    return Explanation("kernel" if kernel else "portable", kernel, tuple(reasons), backward)
+    elif not backward_reasons:
+        backward = "kernel, " + _names(torch.ops.flash_attn3.select_backward(*numbers, deterministic))
+    return Explanation("kernel" if kernel else "portable", kernel, tuple(reasons), backward, tuple(backward_reasons))
+
+
+def _names(rows) -> str:
+    names = {row["id"]: row["name"] for row in ops.kernel_table()}
+    return ", ".join(names[row] for row in rows)
 
 
 def checked_problem(

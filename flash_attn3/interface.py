@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_attn3 import autograd, checks, dispatch
 
-_forward = torch.ops.flash_attn3.forward.default
+_forward, _differentiable = torch.ops.flash_attn3.forward.default, autograd.Attention.apply
 _has_kernels, _has_row, _transformed = dispatch.has_kernels, dispatch.has_row, autograd.transformed
 _MIN_SCALE, _MAX_SCALE = dispatch.MIN_SCALE, dispatch.MAX_SCALE
 
@@ -50,7 +50,8 @@ def flash_attn_func(
         attention_chunk: c > 0 lets row i see only keys with j // c == (i + Sk - Sq) // c.
         softcap: c > 0 replaces scores s by c * tanh(s / c).
         num_splits, pack_gqa, sm_margin: change speed only.
-        deterministic: gradients are bitwise repeatable, also without it.
+        deterministic: gradients are bitwise repeatable. They are too, whatever it says, while
+            torch.are_deterministic_algorithms_enabled(). Otherwise the kernels may add up dq by atomics.
         return_attn_probs: return (out, lse).
 
     Returns out (B, Sq, H, Dv), contiguous, in q's dtype (bfloat16 for float8_e4m3fn); with return_attn_probs also lse
@@ -60,7 +61,7 @@ def flash_attn_func(
     Raises ValueError or RuntimeError for tensors and numbers that do not fit, NotImplementedError for what no backend
     does; all name the argument. `flash_attn3.explain` takes the same arguments and says which backend runs them.
     """
-    # The common call: every option at its default, on a Hopper GPU, no gradient. The operator checks the shapes.
+    # The common call: every option at its default, on a Hopper GPU. The operator checks the shapes.
     if (
         qv is None
         and q_descale is None
@@ -78,15 +79,21 @@ def flash_attn_func(
         and _has_kernels(q.get_device())
         and _has_row(q.dtype, q.shape[3], v.shape[3])
         and (softmax_scale is None or (isinstance(softmax_scale, float) and _MIN_SCALE <= softmax_scale <= _MAX_SCALE))
-        and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
         and not _transformed()
     ):
-        out, lse = _forward(q, k, v, q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale, bool(causal))
-        return (out, lse) if return_attn_probs else out
+        scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        if not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()):
+            out, lse = _forward(q, k, v, scale, bool(causal))
+            return (out, lse) if return_attn_probs else out
+        if q is not k and q is not v and k is not v:
+            window = (-1, 0) if causal else (-1, -1)
+            return _differentiable(
+                q, k, v, None, scale, window, 0, 0.0, True, bool(deterministic), bool(return_attn_probs)
+            )
     descales = (q_descale, k_descale, v_descale)
     out, lse = _attend(
         q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
-        wide=False, backend=None, function="flash_attn_func", with_lse=return_attn_probs,
+        wide=False, backend=None, function="flash_attn_func", deterministic=deterministic, with_lse=return_attn_probs,
     )  # fmt: skip
     return (out, lse) if return_attn_probs else out
 
@@ -147,6 +154,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
 ):
@@ -160,7 +168,7 @@ def attention(
     descales = (q_descale, k_descale, v_descale)
     out, lse = _attend(
         q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, 0,
-        wide=True, backend=backend, function="attention", with_lse=return_lse,
+        wide=True, backend=backend, function="attention", deterministic=deterministic, with_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -187,18 +195,21 @@ def explain(
     """How flash_attn_func (or attention, for fp32 and fp64) would run with these arguments; runs nothing.
 
     Returns an Explanation: `backend` ("kernel" or "portable"), `kernel` (the row of the kernel table, or None),
-    `reasons` (why not the kernels) and `backward`; print it to read it. Arguments that do not fit raise as in the call.
+    `reasons` (why not the kernels), and the same of the backward as `backward` and `backward_reasons`; print it to read
+    it. Arguments that do not fit raise as in the call.
     """
     descales = (q_descale, k_descale, v_descale)
     problem = dispatch.checked_problem(
         q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
         wide=True, function="explain",
     )  # fmt: skip
-    return dispatch.explain_problem(problem)
+    return dispatch.explain_problem(problem, deterministic)
 
 
-def _attend(q, k, v, qv, descales, *options, wide, backend, function, with_lse) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call with any options, those of `checked_problem`; lse has a gradient only `with_lse`."""
+def _attend(
+    q, k, v, qv, descales, *options, wide, backend, function, deterministic, with_lse
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of a call with any options, those of `checked_problem`; lse may be missing unless `with_lse`."""
     problem = dispatch.checked_problem(q, k, v, qv, descales, *options, wide=wide, function=function)
     numbers = (problem.softmax_scale, problem.window, problem.attention_chunk, problem.softcap)
     kernel = dispatch.use_kernel(problem, backend)
@@ -209,8 +220,14 @@ def _attend(q, k, v, qv, descales, *options, wide, backend, function, with_lse) 
     transformed = _transformed()
     if q.dtype == checks.FP8 or not (needs_grad or transformed):
         return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
+    arguments = (*numbers, kernel, bool(deterministic), bool(with_lse))
     if transformed:
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                autograd.refuse_compiled_transform()
+            return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
         autograd.refuse_tangents(q=q, k=k, v=v, qv=qv)
+        return autograd.TransformableAttention.apply(q, k, v, qv, *arguments)
     # torch.compile refuses one tensor in two places of an autograd.Function.
     if k is q:
         k = k.view_as(k)
@@ -218,4 +235,5 @@ def _attend(q, k, v, qv, descales, *options, wide, backend, function, with_lse) 
         v = v.view_as(v)
     if qv is q:
         qv = qv.view_as(qv)
-    return autograd.Attention.apply(q, k, v, qv, *numbers, kernel, with_lse, False)
+    result = autograd.Attention.apply(q, k, v, qv, *arguments)
+    return result if with_lse else (result, None)

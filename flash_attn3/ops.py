@@ -1,8 +1,9 @@
 """The operators `torch.ops.flash_attn3.*`: schemas, fakes, the native extension and the portable backend behind them.
 
 Schemas live here and not in the extension, so that an install without kernels has the same operators. `_C.so` only
-adds implementations: `forward` and `forward_out` for CUDA, and the host-side questions (`kernel_table`, ...) for every
-device. Importing never fails: `loaded` says whether the extension is there, `load_error` why not.
+adds implementations: `forward`, `backward` and their `_out` forms for CUDA, and the host-side questions
+(`kernel_table`, ...) for every device. Importing never fails: `loaded` says whether the extension is there,
+`load_error` why not.
 The portable operators are plain PyTorch below one operator each, so that torch.compile sees a single node.
 """
 
@@ -21,12 +22,23 @@ _SCHEMAS = (
     # Kernels: out (B, Sq, H, Dv) in q's dtype and contiguous, lse (B, H, Sq) fp32. Causal is bottom-right.
     "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)",
     "forward_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, float softmax_scale, bool causal) -> Tensor",
+    # Contiguous gradients from the out and lse that are passed in; dlse None is zero. Without `deterministic` dq may be
+    # a sum by atomics.
+    "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
+    "bool causal, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward_out(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor(a!) dq, "
+    "Tensor(b!) dk, Tensor(c!) dv, float softmax_scale, bool causal, bool deterministic) -> ()",
     # What the extension knows about itself, and its host logic; no GPU needed.
     "kernel_table() -> Tensor",
     "launch_counts() -> Tensor",
     "select_kernel(int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, bool causal, bool bf16) -> int",
     "schedule(int row, int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k, bool causal, int num_sms) "
     "-> Tensor",
+    # The rows of one backward, in order of launch; -1 each if the build lacks one of them.
+    "select_backward(int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, bool causal, bool bf16, "
+    "bool deterministic) -> (int, int, int)",
+    "schedule_backward(int row, int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k, bool causal, "
+    "int num_sms) -> Tensor",
     # Any device. Windows are inclusive bounds around the bottom-right diagonal, -1 is unbounded; causal is right = 0.
     "portable_forward(Tensor q, Tensor k, Tensor v, Tensor? qv, Tensor? q_descale, Tensor? k_descale, "
     "Tensor? v_descale, float softmax_scale, int window_left, int window_right, int attention_chunk, float softcap) "
@@ -67,6 +79,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tu
 @torch.library.register_fake("flash_attn3::forward_out", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float, causal: bool) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+@torch.library.register_fake("flash_attn3::backward", lib=_library)
+def _(dout, dlse, q, k, v, out, lse, softmax_scale, causal, deterministic):
+    return portable.empty_gradients(q, k, v, None)[:3]
+
+
+@torch.library.register_fake("flash_attn3::backward_out", lib=_library)
+def _(dout, dlse, q, k, v, out, lse, dq, dk, dv, softmax_scale, causal, deterministic):
+    pass
 
 
 @torch.library.register_fake("flash_attn3::portable_forward", lib=_library)

@@ -28,7 +28,8 @@ def scaled_dot_product_attention(
     query (N, .., H, L, E), key (N, .., Hkv, S, E), value (N, .., Hkv, S, Ev); Hkv == H, or with enable_gqa a divisor of
     it. scale None is E ** -0.5. Returns (N, .., H, L, Ev) with the dtype of query. What the kernels compute has query's
     order of dims in memory, for Ev == E the layout of empty_like(query), as from torch's flash backend; elsewhere torch
-    chooses. Casts to the autocast dtype under autocast. Differentiable. Errors are torch's, and RuntimeError for
+    chooses. Casts to the autocast dtype under autocast. Differentiable; bitwise repeatable under
+    torch.use_deterministic_algorithms. Errors are torch's, and RuntimeError for
     attn_mask with is_causal.
     """
     if attn_mask is not None and is_causal:  # torch documents this error; some of its CPU paths go on
@@ -89,12 +90,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: f
         key, value = key[..., : shape[-2], :], value[..., : shape[-2], :]
     lead = shape[:-3]
     if len(lead) == 1:
-        return _transposed(query, key, value, scale, is_causal)
+        return _heads_first(query, key, value, scale, is_causal)
     if not lead:
-        return _transposed(query[None], key[None], value[None], scale, is_causal)[0]
-    return _transposed(*(x.flatten(0, -4) for x in (query, key, value)), scale, is_causal).unflatten(0, lead)
+        return _heads_first(query[None], key[None], value[None], scale, is_causal)[0]
+    return _heads_first(*(x.flatten(0, -4) for x in (query, key, value)), scale, is_causal).unflatten(0, lead)
 
 
-def _transposed(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Tensor:
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    return autograd.attention_like_query(q, k, v, scale, is_causal).transpose(1, 2)
+def _heads_first(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Tensor:
+    # torch.compile refuses one tensor in two places of an autograd.Function.
+    if key is query:
+        key = key.view_as(key)
+    if value is query or value is key:
+        value = value.view_as(value)
+    return autograd.attention_heads_first(query, key, value, scale, is_causal)

@@ -183,14 +183,19 @@ class OnHopper(torch.Tensor):
 
 
 def test_which_calls_go_straight_to_the_kernel(monkeypatch):
-    """The short cut of flash_attn_func takes what the kernels do and nothing else; the rest takes the checked way."""
+    """The short cuts of flash_attn_func take what the kernels do and nothing else; the rest takes the checked way."""
     calls = []
 
     def forward(q, k, v, softmax_scale, causal):
         calls.append((softmax_scale, causal))
         return q, q
 
+    def differentiable(*arguments):
+        calls.append(arguments[3:])
+        return arguments[0]
+
     monkeypatch.setattr(interface, "_forward", forward)
+    monkeypatch.setattr(interface, "_differentiable", differentiable)
     monkeypatch.setattr(interface, "_has_kernels", lambda index: True)
     monkeypatch.setattr(interface, "_has_row", lambda dtype, *dims: dtype == torch.bfloat16 and max(dims) <= 256)
     q, k, v = (x.as_subclass(OnHopper) for x in inputs())
@@ -207,7 +212,16 @@ def test_which_calls_go_straight_to_the_kernel(monkeypatch):
         flash_attn_func(q, k, v, **options)
         assert flash_attn_func(q, k, v, **options).shape == q.shape
     flash_attn_func(q.half(), k.half(), v.half())  # a kernel that the build lacks
-    flash_attn_func(q, k.detach().requires_grad_(), v)
+    assert not calls
+    leaf = k.detach().requires_grad_()
+    for options, want in (
+        ({}, (None, 8**-0.5, (-1, -1), 0, 0.0, True, False, False)),
+        ({"softmax_scale": 0.3, "causal": 1, "deterministic": True}, (None, 0.3, (-1, 0), 0, 0.0, True, True, False)),
+        ({"return_attn_probs": True}, (None, 8**-0.5, (-1, -1), 0, 0.0, True, False, True)),
+    ):
+        assert flash_attn_func(q, leaf, v, **options) is q and calls.pop() == want
+    flash_attn_func(q, leaf, v, softcap=1.0)
+    flash_attn_func(leaf, leaf, leaf)  # torch.compile refuses that in an autograd.Function
     for arguments in ((q, k, None), (q[0, 0, 0, 0], k, v), (q[0], k, v), (q, k, v[0]), (q, k, v, float("nan"))):
         with pytest.raises(ValueError, match=r"is None|has shape|is nan"):
             flash_attn_func(*arguments)

@@ -8,12 +8,14 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import oracle
 import pytest
 import torch
 
-from benchmarks import RECORD, ROOT, cells, plot, providers, readme, report, run, timing
+from benchmarks import RECORD, ROOT, cells, plot, providers, readme, reference, report, run, timing
 
 TINY = cells.Cell("fwd", "bf16", 16, 16, 2, 4, 2, 24, 24, True)
+TINY_BACKWARD = replace(TINY, op="bwd")
 GPU_RECORD = ROOT / "tests" / "records" / "h200.json"
 
 
@@ -32,15 +34,22 @@ def standard(dim: int, seqlen: int, causal: bool) -> cells.Cell:
     return cells.forward("bf16", (dim, dim), (heads, heads), seqlen, causal)
 
 
+def standard_backward(dim: int, seqlen: int, causal: bool) -> cells.Cell:
+    return replace(standard(dim, seqlen, causal), op="bwd")
+
+
 def test_the_grid_is_the_standard_one():
     grid = cells.all_cells()
     assert len({cell.name for cell in grid}) == len(grid)
     wanted = {standard(d, s, c) for d in (64, 128, 256) for s in cells.SEQLENS for c in (False, True)}
-    assert wanted <= set(grid)
+    assert wanted <= set(grid) and {replace(cell, op="bwd") for cell in wanted} <= set(grid)
     for cell in wanted:
         assert cell.batch * cell.seqlen_q == 16384 and cell.heads * cell.head_dim == 2048
     assert standard(128, 8192, False).flops == 4 * 16384 * 8192 * 2048
     assert standard(128, 8192, True).flops * 2 == standard(128, 8192, False).flops
+    assert standard_backward(128, 8192, True).flops == 2.5 * standard(128, 8192, True).flops
+    deterministic = [cell for cell in grid if cell.deterministic_too]
+    assert {cell.op for cell in deterministic} == {"bwd"} and len(deterministic) == 3 * 4 * 2
 
 
 def test_every_standard_cell_has_targets():
@@ -52,6 +61,12 @@ def test_every_standard_cell_has_targets():
                 target = found[standard(dim, seqlen, causal).name]
                 assert 1.0 <= target.parity <= 1.3
                 assert target.floor < target.aim
+                back = found[standard_backward(dim, seqlen, causal).name]
+                assert 1.0 <= back.parity <= 1.32 and back.floor == pytest.approx(0.97 * back.parity)
+                assert back.aim >= 1.1 * back.parity
+    assert found["bwd-bf16-d256-full-s16384"].aim == 1.6 and found["bwd-bf16-d256-causal-s16384"].aim == 1.45
+    assert found["bwd-bf16-d256-full-s8192"].aim == pytest.approx(1.1 * 1.28)
+    assert found["bwd-bf16-d128-causal-s4096-h16/4"].parity == 1.15
     d64 = found["fwd-bf16-d64-causal-s16384"]
     assert d64.parity == 1.22 and d64.floor == pytest.approx(0.97 * 1.22) and d64.aim == pytest.approx(1.12 * 1.22)
     assert found["fwd-bf16-d128-causal-s512"].aim == 1.3
@@ -64,7 +79,7 @@ def test_selection_by_name():
     assert len(cells.select(cells.all_cells(), ["*"])) == len(cells.all_cells())
     chosen = cells.select(cells.all_cells(), ["fwd-bf16-d128-causal-s*", "*-d96-*"])
     assert {cell.head_dim for cell in chosen} == {96, 128}
-    assert len(cells.select(cells.all_cells(), cells.QUICK)) == 8
+    assert len(cells.select(cells.all_cells(), cells.QUICK)) == 14
 
 
 def test_measuring_a_cell():
@@ -77,18 +92,52 @@ def test_measuring_a_cell():
         assert "graph" not in entry and report.cell_of(entry) == TINY
 
 
+def test_measuring_a_backward():
+    candidates = [*providers.available("cpu"), providers.Provider("fa2", providers._ours)]
+    assert [p.name for p in providers.for_cell(TINY_BACKWARD, candidates)] == ["flash_attn3", "math"]
+    both = providers.for_cell(standard_backward(64, 512, True), candidates)
+    assert [p.label for p in both] == ["flash_attn3", "math", "flash_attn3 deterministic"]
+    assert providers.for_cell(TINY, candidates) is candidates
+    rows = run.measure(TINY_BACKWARD, both, "cpu", rounds=1, round_ms=0.5)
+    assert [report.label(row) for row in rows] == [p.label for p in both]
+    assert [row.get("deterministic") for row in rows] == [None, None, True]
+    for entry in rows:
+        assert entry["tflops"] == pytest.approx(TINY_BACKWARD.flops / entry["ms"] / 1e9, rel=1e-3)
+        assert 1e-4 < entry["rel_err"] < run.WRONG
+    assert list(report.by_cell(rows)[TINY_BACKWARD]) == [p.label for p in both]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(24, 24), (10, 24), (150, 150)])
+def test_wrong_gradients_are_found(lengths, causal, monkeypatch):
+    """The sampled rows are those of the whole gradient, however the rows are blocked; one wrong number is enough."""
+    monkeypatch.setattr(reference, "ROWS_AT_ONCE", 64)
+    cell = replace(TINY_BACKWARD, seqlen_q=lengths[0], seqlen_k=lengths[1], causal=causal)
+    q, k, v, dout = providers.make_inputs(cell, "cpu")
+    exact = oracle.gradients(q, k, v, dout, causal=causal)
+    refs = reference.sampled_gradients(q, k, v, dout, causal)
+    assert reference.gradient_error(exact, refs) < 1e-12
+    call = run.backward_call(providers.available("cpu")[0], cell, (q, k, v, dout))
+    assert reference.gradient_error(call(), refs) < run.WRONG
+    for which in range(3):
+        for value in (1.0, torch.nan):
+            grads = [x.clone() for x in exact]
+            grads[which][-1, -1, -1] += value * grads[which].abs().max()
+            assert not reference.gradient_error(grads, refs) < run.WRONG
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(24, 24), (10, 24), (150, 150)])
 def test_wrong_outputs_are_found(lengths, causal):
     """The reference is the formula, and one wrong row in a compared head is enough."""
     cell = replace(TINY, seqlen_q=lengths[0], seqlen_k=lengths[1], causal=causal)
-    q, k, v = providers.make_inputs(cell, "cpu")
+    q, k, v, _ = providers.make_inputs(cell, "cpu")
     out = providers.available("cpu")[0].call(q, k, v, causal)
-    assert providers.relative_error(out, q, k, v, causal) < run.WRONG
+    assert reference.relative_error(out, q, k, v, causal) < run.WRONG
     out[-1, -1, -1] += 1
-    assert providers.relative_error(out, q, k, v, causal) > run.WRONG
+    assert reference.relative_error(out, q, k, v, causal) > run.WRONG
     out[-1, -1, -1] = torch.nan
-    assert not providers.relative_error(out, q, k, v, causal) < run.WRONG
+    assert not reference.relative_error(out, q, k, v, causal) < run.WRONG
 
 
 def test_a_wrong_peer_is_left_out_and_a_wrong_result_of_ours_is_shown(capsys):
@@ -107,6 +156,12 @@ def test_a_wrong_peer_is_left_out_and_a_wrong_result_of_ours_is_shown(capsys):
     assert run.missing_cells({"cells": [row(TINY, "cudnn", 1.0)]}) == [TINY.name]
     said = capsys.readouterr().out
     assert "a is WRONG" in said and "b does not run" in said and "not this one" in said
+
+
+def test_host_times(monkeypatch):
+    monkeypatch.setattr(timing, "host_us", lambda calls, *_: {name: 1.0 for name, call in calls.items() if call()})
+    rows = run.measure_overhead(providers.available("cpu"), "cpu", ("bwd",))
+    assert [(row["what"], row["provider"]) for row in rows] == [("fwd_bwd", "flash_attn3"), ("fwd_bwd", "math")]
 
 
 def test_rounds_alternate_in_order():
@@ -140,6 +195,33 @@ def test_cells_that_fell():
     assert report.fallen(after, before) == [f"{one.name}: -4.3% (700.0 -> 670.0 TFLOP/s; cuDNN +1.0%)"]
 
 
+def test_deterministic_mode_in_tables():
+    cell = standard_backward(128, 8192, True)
+    default = [row(cell, "flash_attn3", 600), row(cell, "cudnn", 500)]
+    for rate, text in ((570, "aim reached"), (520, "ok"), (400, "BELOW FLOOR")):
+        record = record_of(*default, row(cell, "flash_attn3", rate) | {"deterministic": True})
+        (line,) = report.deterministic_table(record)
+        assert text in line and f"{600 / rate - 1:+.1%}" in line
+        assert report.ratio(report.by_cell(record["cells"])[cell]) == 1.2
+        assert len(report.below_floor(record)) == (rate == 400)
+        assert "deterministic" not in report.table(record)[0]
+
+
+def test_merging_two_halves():
+    head, back = standard(64, 512, False), standard_backward(64, 512, False)
+    overhead = {**run.OVERHEAD.fields(), "provider": "flash_attn3", "us": 19.5}
+    earlier = record_of(row(head, "flash_attn3", 1), row(back, "flash_attn3", 2), {**overhead, "what": "fwd"})
+    deterministic = row(back, "flash_attn3", 3) | {"deterministic": True}
+    later = record_of(row(back, "flash_attn3", 4), deterministic, {**overhead, "what": "fwd_bwd"})
+    whole = run.merged(later, earlier)
+    assert [(x["op"], x.get("tflops", x.get("what"))) for x in whole["cells"]] == [
+        ("fwd", 1), ("bwd", 4), ("bwd", 3), ("overhead", "fwd"), ("overhead", "fwd_bwd"),
+    ]  # fmt: skip
+    for key in run.SAME_MACHINE:
+        with pytest.raises(ValueError, match=key):
+            run.merged(later, earlier | {key: "other"})
+
+
 def test_record_round_trip(tmp_path, capsys):
     cell = replace(standard(64, 512, False), graph=True)
     overhead = {**run.OVERHEAD.fields(), "provider": "flash_attn3", "what": "fwd", "us": 19.5}
@@ -165,6 +247,15 @@ def test_readme_section(tmp_path):
         readme.replaced("no markers", text)
 
 
+def test_readme_section_with_a_backward():
+    rows = [row(cell(128, s, True), p, t) for cell in (standard, standard_backward) for s in cells.SEQLENS
+            for p, t in (("flash_attn3", 660), ("cudnn", 600))]  # fmt: skip
+    rows += [row(standard_backward(128, s, True), "flash_attn3", 600) | {"deterministic": True} for s in (512, 2048)]
+    text = readme.section(record_of(*rows))
+    assert text.count("660 (1.10x)") == 12 and text.index("Forward, bf16") < text.index("Backward, timed alone")
+    assert "With `deterministic=True` it takes +10.0% to +10.0% more time." in text
+
+
 def test_readme_has_the_table_of_the_committed_record():
     assert readme.main(["--check"]) == 0
 
@@ -176,6 +267,10 @@ def test_plot(tmp_path):
     assert plot.draw(record_of(*rows), "fwd", tmp_path / "fwd.png")
     assert (tmp_path / "fwd.png").read_bytes().startswith(b"\x89PNG")
     assert not plot.draw(record_of(*rows), "bwd", tmp_path / "bwd.png")
+    back = [entry | {"op": "bwd"} for entry in rows]
+    back += [row(standard_backward(64, s, True), "flash_attn3", 400) | {"deterministic": True} for s in (512, 8192)]
+    assert plot.draw(record_of(*back), "bwd", tmp_path / "bwd.png")
+    assert ("flash_attn3 deterministic", True) in plot.series(record_of(*back), "bwd")["head dim 64"]
 
 
 def load_committed(path: Path) -> dict:

@@ -20,16 +20,21 @@ TABLE = plan.load_table()
 def test_names_are_unique_and_say_the_row():
     rows = TABLE.rows()
     assert len({row.name for row in rows}) == len(rows)
-    assert len({row.config for row in rows}) == len(rows)
-    for row in rows:
+    assert len({row.symbol for row in rows}) == len(rows)
+    for row in TABLE.FORWARD + TABLE.BACKWARD:
         assert row.name == f"{row.op}_{row.dtype}_d{row.head_dim}_dv{row.head_dim_v}_m{row.block_m}_n{row.block_n}"
-        assert row.block_m % 64 == 0 and row.block_n % 8 == 0
+        assert row.block_m % (16 if row.op in ("backward", "backward_keys") else 64) == 0 and row.block_n % 8 == 0
+    for row in TABLE.AUXILIARY:
+        assert row.name == f"{row.op}_{row.dtype}"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_table_covers_the_head_dims(dtype):
     tiles = {(row.head_dim, row.head_dim_v) for row in TABLE.FORWARD if row.dtype == dtype}
     assert {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)} <= tiles
+    for op in ("backward_keys", "backward_queries"):
+        assert {(row.head_dim, row.head_dim_v) for row in TABLE.BACKWARD if (row.op, row.dtype) == (op, dtype)} == tiles
+    assert {row.op for row in TABLE.AUXILIARY if row.dtype == dtype} == {"backward_prepare", "backward_finish"}
 
 
 def test_filter():
@@ -37,7 +42,9 @@ def test_filter():
     assert TABLE.select() == everything == TABLE.select(" , ")
     chosen = TABLE.select("*_bf16_d64_*, *_d256_*")
     assert {row.name for row in chosen} == {
-        row.name for row in everything if (row.dtype, row.head_dim) == ("bf16", 64) or row.head_dim == 256
+        row.name
+        for row in TABLE.FORWARD + TABLE.BACKWARD
+        if (row.dtype, row.head_dim) == ("bf16", 64) or row.head_dim == 256
     }
     assert chosen == [row for row in everything if row in chosen], "the table's order is kept"
     with pytest.raises(ValueError, match=r"'forward_bf16_d65\*'.*forward_bf16_d64"):
@@ -45,16 +52,25 @@ def test_filter():
 
 
 def test_generated_sources(tmp_path):
-    units = plan.generate("*_d128_dv128_*", tmp_path)
-    names = [row.name for row in TABLE.select("*_d128_dv128_*")]
+    patterns = "*_d128_dv128_*, *_d256_*, backward_prepare*, backward_finish*"  # every family
+    units = plan.generate(patterns, tmp_path)
+    selected = TABLE.select(patterns)
+    names = [row.name for row in selected]
+    assert {row.op for row in selected} == {row.op for row in TABLE.rows()}
     assert [unit.name for unit in units][: len(names) + 1] == [*names, "kernel_table"]
-    for row in TABLE.select("*_d128_dv128_*"):
+    for row in selected:
         text = (tmp_path / "generated" / f"{row.name}.cu").read_text()
-        assert '#include "kernels/forward/launch.h"' in text and row.config in text
+        assert f'#include "{row.header}"' in text and f"<{row.config}>(params, grid, stream)" in text
+        assert (ROOT / "csrc" / row.header).is_file()
     listed = (tmp_path / "generated" / "kernel_table.cpp").read_text()
-    assert re.findall(r'\{"(forward_\w+)"', listed) == names
+    entries = re.findall(r'\{"(\w+)", "(\w+)", .*, (\S+), (\S+)\},', listed)
+    assert [entry[0] for entry in entries] == names
+    for name, op, forward, backward in entries:
+        assert (forward, backward) == (
+            (f"&launch_{name}", "nullptr") if op == "forward" else ("nullptr", f"&launch_{name}")
+        )
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "generated").iterdir()}
-    plan.generate("*_d128_dv128_*", tmp_path)
+    plan.generate(patterns, tmp_path)
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "generated").iterdir()}
 
 

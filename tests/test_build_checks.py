@@ -38,6 +38,22 @@ def test_a_row_must_have_a_function_with_its_instructions():
     assert "local memory {'LDL': 3}" in sass.check({name: good + Counter(LDL=3)}, [row])[0]
 
 
+def test_functions_of_every_row_are_told_apart():
+    """Each row finds its own kernel among those of all rows, also where only the function's name says which it is."""
+    rows = plan.load_table().rows()
+    assert set(sass.REQUIRED) == {row.op for row in rows}
+    functions = {}
+    for row in rows:
+        counts = Counter(dict.fromkeys(sass.REQUIRED[row.op], 1), MOV=1)
+        if "<" in row.symbol.removesuffix(row.config):
+            functions[f"void flash_attn3::{row.symbol}, 8>(flash_attn3::BackwardParams)"] = counts
+        else:
+            functions[f"void flash_attn3::some_kernel<flash_attn3::{row.config} >(flash_attn3::Params)"] = counts
+    assert len(functions) == len(rows) and sass.check(functions, rows) == []
+    assert all(len(sass.functions_of(row, functions)) == 1 for row in rows)
+    assert "lacks REDG" in "".join(sass.check({name: c - Counter(REDG=1) for name, c in functions.items()}, rows))
+
+
 # --- undefined symbols ---
 
 

@@ -17,6 +17,8 @@ def capability(monkeypatch):
     def set_to(value):
         monkeypatch.setattr(ops, "loaded", True)
         monkeypatch.setattr(dispatch, "_rows", {dtype: [(256, 256)] for dtype in checks.HALF})
+        every = {(dtype, flag): [(256, 256)] for dtype in checks.HALF for flag in (False, True)}
+        monkeypatch.setattr(dispatch, "_backward_rows", every)
         monkeypatch.setattr(dispatch, "_hopper", {})
         monkeypatch.setattr(dispatch, "capability", lambda index: value)
 
@@ -113,6 +115,101 @@ def test_has_row_is_what_select_kernel_finds():
                 assert dispatch.has_row(dtype, head_dim, head_dim_v) == (row >= 0)
 
 
+def table(*rows):
+    """A kernel table of (op, head_dim, head_dim_v) rows, bf16."""
+    return [{"op": op, "dtype": "bf16", "head_dim": d, "head_dim_v": dv} for op, d, dv in rows]
+
+
+def test_what_a_backward_needs():
+    """Prepare and finish around the fused kernel, or prepare before the two that are deterministic."""
+    prepare, finish = ("backward_prepare", 256, 256), ("backward_finish", 256, 256)
+    fused, keys, queries = ("backward", 128, 128), ("backward_keys", 192, 128), ("backward_queries", 256, 96)
+    for rows, default, repeatable in (
+        ((), [], []),
+        ((prepare, fused), [], []),
+        ((fused, finish), [], []),
+        ((prepare, fused, finish), [(128, 128)], []),
+        ((prepare, keys), [], []),
+        ((keys, queries), [], []),
+        ((prepare, keys, queries), [(192, 96)], [(192, 96)]),
+        ((prepare, keys, queries, fused, finish), [(128, 128), (192, 96)], [(192, 96)]),
+    ):
+        found = dispatch.backward_rows(table(*rows))
+        assert sorted(found[torch.bfloat16, False]) == default, rows
+        assert found[torch.bfloat16, True] == repeatable, rows
+        assert found[torch.float16, False] == []
+
+
+def test_a_backward_that_the_build_lacks(monkeypatch, capability):
+    """The forward by a kernel, the backward in PyTorch, and explain says why; for each kind of backward."""
+    capability((9, 0))
+    rows = {(torch.bfloat16, False): [(128, 128)], (torch.bfloat16, True): [(64, 64)]}
+    monkeypatch.setattr(dispatch, "_backward_rows", rows)
+    assert dispatch.use_kernel_backward(problem(), True) and dispatch.use_kernel_backward(problem(), False)
+    for head_dim, deterministic in ((96, True), (192, False), (192, True)):
+        p = problem(head_dim=head_dim)
+        assert dispatch.use_kernel(p, None) and not dispatch.use_kernel_backward(p, deterministic)
+        (reason,) = dispatch.backward_reasons_not_supported(p, deterministic)
+        assert "this build lacks" in reason and str(head_dim) in reason and ("determin" in reason) == deterministic
+    assert dispatch.use_kernel_backward(problem(head_dim=96), False)
+    for changes in ({"softcap": 1.0}, {"device": torch.device("cpu")}):  # a portable forward has a portable backward
+        assert not dispatch.use_kernel_backward(problem(**changes), False)
+        assert dispatch.backward_reasons_not_supported(problem(**changes), False) == dispatch.reasons_not_supported(
+            problem(**changes)
+        )
+
+
+@pytest.mark.skipif(not dispatch.has_backward(torch.bfloat16, 64, 64, False), reason="needs the backward kernels")
+def test_has_backward_is_what_select_backward_finds():
+    dims = (1, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257)
+    for dtype in checks.HALF:
+        for head_dim in dims:
+            for head_dim_v in dims:
+                for flag in (False, True):
+                    numbers = (head_dim, head_dim_v, 9, 9, False, dtype == torch.bfloat16, flag)
+                    rows = torch.ops.flash_attn3.select_backward(*numbers)
+                    assert dispatch.has_backward(dtype, head_dim, head_dim_v, flag) == (min(rows) >= 0)
+
+
+def test_deterministic_is_asked_for_or_switched_on():
+    assert not dispatch.must_be_deterministic(False) and dispatch.must_be_deterministic(True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert dispatch.must_be_deterministic(False) is True
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_explain_names_the_rows_of_the_backward(monkeypatch, capability):
+    capability((9, 0))
+    names = [
+        "forward_x",
+        "backward_prepare_x",
+        "backward_x",
+        "backward_finish_x",
+        "backward_keys_x",
+        "backward_queries_x",
+    ]
+    monkeypatch.setattr(ops, "kernel_table", lambda: [{"id": i, "name": name} for i, name in enumerate(names)])
+    library = torch.library.Library("flash_attn3", "IMPL")
+    try:
+        library.impl("select_kernel", lambda *_: 0, "CompositeExplicitAutograd", allow_override=True)
+        library.impl(
+            "select_backward", lambda *x: (1, 4, 5) if x[-1] else (1, 2, 3), "CompositeExplicitAutograd",
+            allow_override=True,
+        )  # fmt: skip
+        for flag, rows in ((False, (1, 2, 3)), (True, (1, 4, 5))):
+            how = dispatch.explain_problem(problem(), flag)
+            assert how.kernel == "forward_x" and how.backward_reasons == ()
+            assert how.backward == "kernel, " + ", ".join(names[row] for row in rows) and how.backward in str(how)
+        monkeypatch.setattr(dispatch, "_backward_rows", {})
+        how = dispatch.explain_problem(problem())
+        assert how.kernel and how.reasons == () and how.backward.startswith("portable")
+        assert len(how.backward_reasons) == 1 and how.backward_reasons[0] in str(how)
+    finally:
+        library._destroy()
+
+
 def test_without_the_extension(monkeypatch, capability):
     capability((9, 0))
     monkeypatch.setattr(ops, "loaded", False)
@@ -156,7 +253,10 @@ def test_explain():
     q, k = torch.randn(1, 8, 4, 16).bfloat16(), torch.randn(1, 9, 2, 16).bfloat16()
     how = flash_attn3.explain(q, k, k, causal=True, softcap=3.0, window_size=(2, 2))
     assert how.backend == "portable" and how.kernel is None
+    assert how.backward.startswith("portable") and how.backward_reasons == how.reasons
     text = str(how)
+    assert text.count("device cpu") == 1
+    assert flash_attn3.explain(q, k, k, deterministic=True).backward == how.backward
     for word in ("portable", "device cpu", "softcap 3.0", "window_size (2, 0)", "backward"):
         assert word in text, text
     assert flash_attn3.explain(q.float(), k.float(), k.float()).backend == "portable"

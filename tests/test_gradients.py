@@ -5,8 +5,10 @@ import math
 import oracle
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import flash_attn3
+from flash_attn3 import dispatch
 
 torch.set_num_threads(1)  # the shapes are small, and a busy machine makes threads wait for each other
 
@@ -129,6 +131,181 @@ def test_only_the_lse_or_only_one_input_needs_a_gradient():
     assert (inputs[2].grad == 0).all()  # v does not enter the lse
 
 
+FEATURES = {
+    "plain": {},
+    "causal, more keys": {"causal": True, "sk": 6},
+    "causal, rows without a key": {"causal": True, "sk": 2},
+    "no key at all": {"sk": 0},
+    "window": {"window_size": (2, 1)},
+    "causal window": {"causal": True, "window_size": (1, 0), "sk": 6},
+    "chunk": {"attention_chunk": 2, "causal": True},
+    "softcap": {"softcap": 1.5},
+    "scale": {"softmax_scale": -0.7},
+    "GQA": {"heads": 4},
+    "MQA": {"heads": 3, "kv_heads": 1},
+    "value head dim": {"dv": 5},
+    "qv": {"with_qv": True},
+    "all": {"with_qv": True, "softcap": 2.0, "window_size": (3, 0), "attention_chunk": 3, "heads": 4, "dv": 2, "sk": 7},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_against_finite_differences_and_the_formula(feature):
+    """Every feature in float64: torch.autograd.gradcheck of out and lse, and the oracle's gradients to rounding."""
+    options = {"heads": 2, "kv_heads": 2, "sk": 5, "dv": 3, "with_qv": False, **FEATURES[feature]}
+    heads, kv_heads, sk, dv, with_qv = (options.pop(x) for x in ("heads", "kv_heads", "sk", "dv", "with_qv"))
+    torch.manual_seed(8)
+    shapes = [(1, 5, heads, 3), (1, sk, kv_heads, 3), (1, sk, kv_heads, dv)] + [(1, 5, heads, dv)] * with_qv
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def call(q, k, v, qv=None):
+        out, lse = flash_attn3.attention(q, k, v, qv=qv, return_lse=True, **options)
+        return out, lse.where(lse.detach().isfinite(), 0)  # -inf has no difference quotient
+
+    assert torch.autograd.gradcheck(call, inputs)
+    out, lse = flash_attn3.attention(*inputs[:3], qv=inputs[3] if with_qv else None, return_lse=True, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad([out, lse], inputs, [dout, dlse])
+    names = {"window_size": "window", "attention_chunk": "chunk", "softmax_scale": "scale"}
+    options = {names.get(name, name): value for name, value in options.items()}
+    want = oracle.gradients(*inputs[:3], dout, dlse, qv=inputs[3] if with_qv else None, **options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("switch", [False, True])
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_qkvpacked_func", "attention"])
+def test_the_flag_reaches_the_kernel_c27(kernels, function, asked, switch):
+    """deterministic=True or torch's switch, which counts when the gradient is computed."""
+    x = torch.randn(2, 9, 3, 4, 16).half().requires_grad_()
+    arguments = (x,) if "packed" in function else x.unbind(2)
+    out = getattr(flash_attn3, function)(*arguments, deterministic=asked)
+    torch.use_deterministic_algorithms(switch)
+    try:
+        out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [call["deterministic"] for call in kernels.backward] == [asked or switch]
+
+
+def test_what_the_backward_operator_is_given(kernels):
+    """dout as it comes, also expanded; dlse only if the lse takes part; zeros for an out that takes none."""
+    q, k, v = leaves(*(torch.randn(2, 9, 4, 16).half() for _ in range(3)))
+    out = flash_attn3.flash_attn_func(q, k, v)
+    out.sum().backward()
+    call = kernels.backward.pop()
+    assert call["strides"] == (0, 0, 0, 0) and call["dlse"] is None
+    for loss, with_dlse in (
+        (lambda out, lse: out.sum(), False),
+        (lambda out, lse: out.sum() + lse.sum(), True),
+        (lambda out, lse: lse.sum(), True),
+    ):
+        results = []
+        for backend in ("kernel", "portable"):
+            out, lse = flash_attn3.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+            results.append(torch.autograd.grad(loss(out, lse), (q, k, v)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert (kernels.backward.pop()["dlse"] is not None) == with_dlse and not kernels.backward
+
+
+def test_a_build_without_backward_kernels(kernels, monkeypatch):
+    """The forward by the kernel, the backward in PyTorch; or only the deterministic one of them."""
+    inputs = leaves(*(torch.randn(2, 9, 4, 16).half() for _ in range(3)))
+    for rows, ran in (({}, [0, 0]), ({(torch.float16, False): [(64, 64)]}, [1, 0])):
+        monkeypatch.setattr(dispatch, "_backward_rows", rows)
+        for deterministic, count in zip((False, True), ran, strict=True):
+            out = flash_attn3.flash_attn_func(*inputs, deterministic=deterministic)
+            grads = torch.autograd.grad(out.square().sum(), inputs)
+            assert len(kernels.backward) == count and kernels.forward
+            kernels.backward.clear()
+            want = flash_attn3.attention(*inputs, backend="portable")
+            want = torch.autograd.grad(want.square().sum(), inputs)
+            assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backend", ["kernel", "portable"])
+def test_activation_checkpointing(kernels, backend, reentrant):
+    inputs = leaves(*(torch.randn(2, 9, 4, 16).half() for _ in range(3)))
+
+    def block(q, k, v):
+        out, lse = flash_attn3.attention(q * 2, k, v, causal=True, return_lse=True, backend=backend)
+        return out.float().square().sum() + lse.sin().sum()
+
+    want = torch.autograd.grad(block(*inputs), inputs)
+    kernels.forward.clear()
+    torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=reentrant).backward()
+    assert all(torch.equal(x.grad, y) for x, y in zip(inputs, want, strict=True))
+    assert len(kernels.forward) == (2 if backend == "kernel" else 0)
+
+
+def test_compiled_with_checkpointing(kernels):
+    torch._dynamo.reset()
+    inputs = leaves(*(torch.randn(2, 9, 4, 16).half() for _ in range(3)))
+
+    def block(q, k, v):
+        return flash_attn3.flash_attn_func(q * 2, k, v, causal=True).float().square().sum()
+
+    def call(*x):
+        return torch.utils.checkpoint.checkpoint(block, *x, use_reentrant=False)
+
+    want = torch.autograd.grad(block(*inputs), inputs)
+    got = torch.autograd.grad(torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("transform", ["grad", "vmap of grad", "vmap, differentiated"])
+def test_function_transforms_inside_compile(transform):
+    """torch.compile would lose the gradient silently: with fullgraph it is an error, else it runs uncompiled."""
+    torch._dynamo.reset()
+    inputs = leaves(*(torch.randn(3, 1, 6, 2, 8) for _ in range(3)))
+
+    def loss(q, k, v):
+        return flash_attn3.attention(q, k, v, causal=True).square().sum()
+
+    def call(q, k, v):
+        if transform == "grad":
+            return torch.func.grad(loss, argnums=(0, 1, 2))(q[0], k[0], v[0])
+        if transform == "vmap of grad":
+            return torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+        return torch.autograd.grad(torch.vmap(loss)(q, k, v).sum(), (q, k, v))
+
+    if transform == "vmap, differentiated":
+        out = torch.compile(torch.vmap(loss), backend="aot_eager")(*inputs)
+        got = torch.autograd.grad(out.sum(), inputs)
+    else:
+        got = torch.compile(call, backend="aot_eager")(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, call(*inputs), strict=True))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="cannot trace gradients of attention"):
+        torch.compile(call if "grad" in transform else torch.vmap(loss), fullgraph=True, backend="aot_eager")(*inputs)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_inside_compile_without_gradients():
+    torch._dynamo.reset()
+    inputs = [torch.randn(3, 1, 6, 2, 8) for _ in range(3)]
+    call = torch.vmap(lambda *x: flash_attn3.attention(*x, causal=True))
+    with torch.no_grad():
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(got, call(*inputs))
+
+
+def test_function_transforms_around_the_kernels(kernels):
+    torch.manual_seed(9)
+    q, k, v = (torch.randn(2, 6, 4, 8) for _ in range(3))
+
+    def loss(q, k, v):
+        return flash_attn3.attention(q, k, v, causal=True, deterministic=True).square().sum()
+
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    assert [call["deterministic"] for call in kernels.backward] == [True]
+    inputs = leaves(q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(got, torch.autograd.grad(loss(*inputs), inputs), strict=True))
+
+
 def test_deterministic():
     torch.manual_seed(4)
     inputs = leaves(*(torch.randn(2, 130, 4, 32).half() for _ in range(3)))
@@ -193,7 +370,8 @@ def test_function_transforms():
         torch.testing.assert_close(a, b)
 
 
-def test_nothing_large_is_saved():
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_nothing_large_is_saved(with_lse):
     inputs = leaves(*(torch.randn(1, 64, 2, 16).half() for _ in range(3)))
     saved = []
 
@@ -202,9 +380,10 @@ def test_nothing_large_is_saved():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out, lse = flash_attn3.flash_attn_func(*inputs, return_attn_probs=True)
-    allowed = {x.data_ptr() for x in (*inputs, out, lse)}
-    assert len(saved) == 5 and {x.data_ptr() for x in saved} == allowed
+        result = flash_attn3.flash_attn_func(*inputs, return_attn_probs=with_lse)
+    out, *lse = result if with_lse else (result,)
+    assert len(saved) == 5 and {x.data_ptr() for x in (*inputs, out, *lse)} <= {x.data_ptr() for x in saved}
+    assert [x.shape for x in saved if x.dtype == torch.float32] == [(1, 2, 64)]
 
 
 def test_changing_a_saved_tensor_is_noticed():

@@ -175,6 +175,36 @@ def test_underscore_functions():
     assert torch.equal(out, interface.flash_attn_func(q, k, v, qv=qv))
 
 
+def test_the_backwards_of_the_operators_run_on_the_kernels(kernels):
+    """Into the caller's tensors, with `deterministic` passed on; torch's global switch counts too."""
+    q, k, v, dout = dense()
+    out, lse = interface.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    backward = torch.ops.flash_attn3.portable_backward
+    want = backward(dout, None, q, k, v, None, out, lse, 0.25, -1, 0, 0, 0.0)[:3]
+
+    def bwd(**options):
+        grads = torch.empty(2, 4, 20, 16).bfloat16().transpose(1, 2), None, torch.empty_like(v)
+        results = torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, *grads, is_causal=True, **options)
+        assert results[0].numel() == 0 and results[2].numel() == 0
+        return grads[0], results[1], grads[2]
+
+    def underscore(**options):
+        grads = {name: torch.full_like(x, float("nan")) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+        interface._flash_attn_backward(dout, q, k, v, out, lse, **grads, is_causal=True, **options)
+        return grads.values()
+
+    for function in (bwd, underscore):
+        for deterministic in (False, True):
+            for switch in (False, True):
+                torch.use_deterministic_algorithms(switch)
+                try:
+                    grads = function(deterministic=deterministic)
+                finally:
+                    torch.use_deterministic_algorithms(False)
+                assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+                assert kernels.backward.pop()["deterministic"] == (deterministic or switch) and not kernels.backward
+
+
 def test_errors_of_the_operators():
     q, k, v, dout = dense()
     out, lse = interface.flash_attn_func(q, k, v, return_attn_probs=True)
@@ -199,7 +229,7 @@ def test_custom_operators_trace():
     ops = torch.ops.flash_attn_3
     torch.library.opcheck(ops._flash_attn_forward.default, (q, k, v, *descales, *options, 0, 0.0))
     torch.library.opcheck(ops._flash_attn_forward_out.default, (q, k, v, *descales, *options, 0, 0.0, out))
-    torch.library.opcheck(ops._flash_attn_backward.default, (dout, q, k, v, out, lse, *grads, *options, 0.0))
+    torch.library.opcheck(ops._flash_attn_backward.default, (dout, q, k, v, out, lse, *grads, *options, 0.0, True))
     with FakeTensorMode():
         q, k, v, _ = dense()
         given = torch.empty_like(q)

@@ -14,7 +14,10 @@ import flash_attn3
 from flash_attn3 import ops
 
 torch.set_num_threads(1)  # the shapes are small, and a busy machine makes threads wait for each other
-NAMES = ("forward", "forward_out", "kernel_table", "launch_counts", "select_kernel", "schedule")
+NAMES = (
+    "forward", "forward_out", "backward", "backward_out", "kernel_table", "launch_counts", "select_kernel", "schedule",
+    "select_backward", "schedule_backward",
+)  # fmt: skip
 PORTABLE = ("portable_forward", "portable_backward")
 
 
@@ -114,6 +117,37 @@ def test_fakes_of_the_kernel_operators():
         assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
 
 
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_fakes_of_the_kernel_backward(with_dlse):
+    """On fake CUDA tensors: contiguous gradients of the inputs' shapes, whatever the strides; backward_out writes."""
+    operators = torch.ops.flash_attn3
+    with FakeTensorMode():
+        q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in inputs(d=16, dv=24))
+        out, lse = operators.forward(q, k, v, 0.25, True)
+        dout, dlse = out.new_empty(()).expand(out.shape), torch.empty_like(lse) if with_dlse else None
+        heads_first = ((b, h, s, d) for b, s, h, d in (x.shape for x in (q, k, v)))
+        views = [torch.empty(shape, dtype=q.dtype, device="cuda").transpose(1, 2) for shape in heads_first]
+        for tensors in ((q, k, v), views):
+            grads = operators.backward(dout, dlse, *tensors, out, lse, 0.25, True, False)
+            assert description(grads) == description((q, k, v)) and all(x.is_cuda for x in grads)
+            assert operators.backward_out(dout, dlse, *tensors, out, lse, *views, 0.25, True, True) is None
+    schema = operators.backward_out.default._schema
+    written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+    assert written == ["dq", "dk", "dv"] and not operators.backward.default._schema.is_mutable
+
+
+def test_opcheck_of_the_kernel_operators(kernels):
+    """With the portable backend standing in for the kernels."""
+    q, k, v = inputs(dv=8)
+    operators = torch.ops.flash_attn3
+    out, lse = operators.forward(q, k, v, 0.25, True)
+    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    torch.library.opcheck(operators.forward.default, (q, k, v, 0.25, True))
+    torch.library.opcheck(operators.backward.default, (*arguments, 0.25, True, False))
+    torch.library.opcheck(operators.backward_out.default, (*arguments, *grads, 0.25, True, False))
+
+
 OPTIONS = [
     {},
     {"causal": True},
@@ -143,6 +177,26 @@ def test_compile_fullgraph(options, dynamic):
             assert all(torch.equal(a, b) for a, b in zip(compiled(*tensors), call(*tensors), strict=True))
         got, want = with_gradients(compiled, tensors), with_gradients(call, tensors)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph_around_the_kernels(kernels, dynamic):
+    """Forward and backward are one operator each; turning determinism on compiles again."""
+    torch._dynamo.reset()
+
+    def call(q, k, v):
+        return flash_attn3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for sq, sk in ((5, 7), (9, 12)):
+        for switch in (False, True):
+            torch.use_deterministic_algorithms(switch)
+            try:
+                got, want = with_gradients(compiled, inputs(sq, sk)), with_gradients(call, inputs(sq, sk))
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            assert [x["deterministic"] for x in kernels.backward[-2:]] == [switch] * 2
 
 
 @pytest.mark.parametrize("what", ["attention", "qkvpacked", "one tensor thrice", "sdpa", "autocast"])

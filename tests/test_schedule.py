@@ -2,6 +2,7 @@
 
 Properties over thousands of random shapes of torch.ops.flash_attn3.schedule, which runs the functions that the kernels
 run: every row exactly once, no needed key block skipped and none walked in vain, balanced, longest first when causal.
+Of the kernels whose CTAs hold queries: the forward, and dQ of the backward. test_schedule_backward.py has the others.
 """
 
 import heapq
@@ -23,8 +24,8 @@ CTA, SEQUENCE, WARPGROUP, ROW, HEAD, BATCH, BLOCKS, UNMASKED = range(8)
 
 
 @cache
-def table() -> list[dict]:
-    return [row for row in ops.kernel_table() if row["op"] == "forward"]
+def table(*names: str) -> list[dict]:
+    return [row for row in ops.kernel_table() if row["op"] in (names or ("forward", "backward_queries"))]
 
 
 def schedule(row: dict, *problem: int) -> torch.Tensor:
@@ -170,13 +171,13 @@ def test_selection_is_a_row_that_holds_the_head_dims():
                 row = torch.ops.flash_attn3.select_kernel(head_dim, head_dim_v, 128, 128, True, bf16)
                 holding = [
                     (r["head_dim"], r["head_dim_v"])
-                    for r in table()
+                    for r in table("forward")
                     if (r["dtype"] == "bf16") == bf16 and r["head_dim"] >= head_dim and r["head_dim_v"] >= head_dim_v
                 ]
                 if not holding:
                     assert row == -1
                     continue
-                chosen = next(r for r in table() if r["id"] == row)
+                chosen = next(r for r in table("forward") if r["id"] == row)
                 assert (chosen["head_dim"], chosen["head_dim_v"]) == min(holding)
                 assert (chosen["dtype"] == "bf16") == bf16
         assert torch.ops.flash_attn3.select_kernel(257, 64, 128, 128, True, bf16) == -1

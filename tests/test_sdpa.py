@@ -1,6 +1,6 @@
 """scaled_dot_product_attention: torch's own where the kernels do not apply, the mapping to the kernels elsewhere.
 
-The mapping is tested on the CPU with the portable backend standing in for the kernel operators.
+The mapping is tested on the CPU with the portable backend standing in for the kernel operators (`kernels`).
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import flash_attn3
-from flash_attn3 import dispatch, sdpa
+from flash_attn3 import sdpa
 from flash_attn3.sdpa import scaled_dot_product_attention
 
 torch.set_num_threads(1)
@@ -21,30 +21,6 @@ def inputs(l=9, s=12, h=4, hkv=4, e=16, ev=16, lead=(2,), dtype=torch.bfloat16):
     torch.manual_seed(0)
     shapes = ((*lead, h, l, e), (*lead, hkv, s, e), (*lead, hkv, s, ev))
     return [torch.randn(shape).to(dtype) for shape in shapes]
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """CPU implementations of the kernel operators, by the portable backend; dispatch finds no reason against them."""
-    library = torch.library.Library("flash_attn3", "IMPL")
-    calls = []
-
-    def forward(q, k, v, softmax_scale, causal):
-        calls.append(tuple(q.shape))
-        right = 0 if causal else -1
-        return torch.ops.flash_attn3.portable_forward(q, k, v, None, None, None, None, softmax_scale, -1, right, 0, 0.0)
-
-    def forward_out(q, k, v, out, softmax_scale, causal):
-        result, lse = forward(q, k, v, softmax_scale, causal)
-        out.copy_(result)
-        return lse
-
-    library.impl("forward", forward, "CPU")
-    library.impl("forward_out", forward_out, "CPU")
-    monkeypatch.setattr(dispatch, "_reasons", lambda problem: [])
-    monkeypatch.setattr(dispatch, "has_row", lambda dtype, head_dim, head_dim_v: True)
-    yield calls
-    library._destroy()
 
 
 def test_elsewhere_it_is_torchs_own():
@@ -94,7 +70,7 @@ def test_mapping_to_the_kernels(kernels, lead, is_causal, hkv):
                 assert torch.equal(sdpa._attend(*leaves, is_causal, scale), out)
             dout = torch.randn_like(want)
             torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(want, others, dout))
-    assert kernels
+    assert kernels.forward and kernels.backward
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -179,16 +155,39 @@ def test_compiles_around_the_kernel(kernels):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_kernel_forward_with_portable_backward(kernels):
-    """flash_attn_func around the kernel operator: same gradients as around the portable one."""
+def test_compiles_one_tensor_thrice(kernels):
+    torch._dynamo.reset()
+    x = inputs()[0].requires_grad_()
+    call = torch.compile(lambda x: sdpa._attend(x, x, x, True, None), fullgraph=True, backend="aot_eager")
+    want = sdpa._attend(x, x, x, True, None)
+    got = call(x)
+    assert torch.equal(got, want)
+    assert torch.equal(torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(want.sum(), x)[0])
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_determinism_follows_torch(kernels, switch):
+    leaves = [x.requires_grad_() for x in inputs()]
+    out = sdpa._attend(*leaves, False, None)
+    torch.use_deterministic_algorithms(switch)
+    try:
+        out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [x["deterministic"] for x in kernels.backward] == [switch] and kernels.backward[0]["dlse"] is None
+
+
+def test_around_the_kernel_operators(kernels):
+    """attention around the kernel operators: same gradients as around the portable ones."""
     q, k, v = (x.transpose(1, 2) for x in inputs())
     results = []
     for backend in ("kernel", "portable"):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        before = len(kernels)
+        before = len(kernels.forward), len(kernels.backward)
         out, lse = flash_attn3.attention(*leaves, causal=True, return_lse=True, backend=backend)
-        assert len(kernels) - before == (backend == "kernel")
         results.append([out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)])
+        ran = len(kernels.forward) - before[0], len(kernels.backward) - before[1]
+        assert ran == ((1, 1) if backend == "kernel" else (0, 0))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

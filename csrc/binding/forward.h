@@ -1,4 +1,4 @@
-// The forward operators: checks of tensors, copies where TMA cannot read a layout, one launch.
+// The forward operators: copies where TMA cannot read a layout, one launch.
 #pragma once
 
 #include <tuple>
@@ -12,8 +12,5 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, double softmax_
 
 // flash_attn3::forward_out -> lse; writes the caller's out through its strides
 Tensor forward_out(Tensor q, Tensor k, Tensor v, Tensor out, double softmax_scale, bool causal);
-
-// How often each row of the kernel table has been launched by this process.
-int64_t launch_count(int row);
 
 }  // namespace flash_attn3

@@ -22,7 +22,7 @@ constexpr int chunk_columns(int head_dim, int head_dim_v) {
 }
 
 struct Tile {
-  int32_t query_block;  // -1: no tile
+  int32_t block;  // -1: no tile
   int32_t head;
   int32_t batch;
 };
@@ -47,13 +47,13 @@ FLASH_ATTN3_HD int64_t static_position(int32_t cta, int32_t grid, int32_t step) 
 FLASH_ATTN3_HD Tile tile_at(TileOrder const& order, int32_t heads, bool causal, int64_t position) {
   if (position >= order.num_tiles) return {-1, 0, 0};
   int32_t const p = int32_t(position);
-  int32_t const tiles_per_group = order.group * order.query_blocks;
+  int32_t const tiles_per_group = order.group * order.blocks;
   int32_t const first_head = p / tiles_per_group * order.group;
   int32_t const in_group = p % tiles_per_group;
   int32_t const group = min_int(order.group, order.virtual_heads - first_head);
   int32_t const block = in_group / group;
   int32_t const virtual_head = first_head + in_group % group;
-  return {causal ? order.query_blocks - 1 - block : block, virtual_head % heads, virtual_head / heads};
+  return {causal ? order.blocks - 1 - block : block, virtual_head % heads, virtual_head / heads};
 }
 
 // Keys that row `row` sees are [0, visible_keys): all, or up to the diagonal that ends at the bottom right.
@@ -68,6 +68,24 @@ FLASH_ATTN3_HD KeyRange key_range(int32_t row_begin, int32_t row_end, int32_t se
   int32_t const last = visible_keys(min_int(row_end, seqlen_q) - 1, seqlen_q, seqlen_k, causal);
   int32_t const first = visible_keys(row_begin, seqlen_q, seqlen_k, causal);
   return {ceil_div(last, block_n), first / block_n};
+}
+
+// Query blocks that a block of keys walks: [first, end), of which [first, unmasked) need a mask.
+struct QueryRange {
+  int32_t first;
+  int32_t unmasked;
+  int32_t end;
+};
+
+// Keys [key_begin, key_end), of which those past seqlen_k do not count; the counterpart of key_range.
+FLASH_ATTN3_HD QueryRange query_range(int32_t key_begin, int32_t key_end, int32_t seqlen_q, int32_t seqlen_k,
+                                      bool causal, int32_t block_m) {
+  int32_t const end = ceil_div(seqlen_q, block_m);
+  int32_t const first_row = causal ? max_int(0, key_begin - (seqlen_k - seqlen_q)) : 0;  // that sees key_begin
+  if (first_row >= seqlen_q || key_begin >= seqlen_k) return {end, end, end};
+  if (key_end > seqlen_k) return {first_row / block_m, end, end};
+  int32_t const full_row = causal ? max_int(0, key_end - 1 - (seqlen_k - seqlen_q)) : 0;  // the first that sees all
+  return {first_row / block_m, min_int(end, ceil_div(full_row, block_m)), end};
 }
 
 }  // namespace flash_attn3

@@ -13,9 +13,11 @@ struct KernelRow {
   char const* dtype;  // "bf16" or "fp16"
   int head_dim;       // largest that the tile takes; smaller ones are filled up with zeros by TMA
   int head_dim_v;
-  int block_m;  // query rows of a CTA
-  int block_n;  // keys of a step
-  void (*launch)(ForwardParams const& params, int grid, cudaStream_t stream);
+  int block_m;  // query rows: of a CTA, or of a step where a CTA holds keys
+  int block_n;  // keys: of a step, or of a CTA that holds keys
+  // One of them, by op; the other is null.
+  void (*forward)(ForwardParams const& params, int grid, cudaStream_t stream);
+  void (*backward)(BackwardParams const& params, int grid, cudaStream_t stream);
 };
 
 constexpr int kMaxKernels = 256;

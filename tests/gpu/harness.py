@@ -1,12 +1,12 @@
 """What the GPU tests share: inputs, the kernel row that has to run, poisoned memory, comparison with the oracle.
 
-Every call goes through `attend` or `ran`, which compare the launch counters of the extension before and after: a result
-that another row or the portable backend computed is a failure, however right it is.
+Every call goes through `attend`, `backward` or `ran`, which compare the launch counters of the extension before and
+after: a result that other rows or the portable backend computed is a failure, however right it is.
 """
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -25,6 +25,10 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
 # LSE is fp32 from the scores on: WGMMA sums in fp32 with truncation, ex2.approx errs by 1e-7. The error of large scores
 # is relative, hence the second part.
 LSE_FLOOR, LSE_RELATIVE = 1e-4, 2e-6
+GRADIENT_FLOOR = 1e-4
+MAX_FUSED_HEAD_DIM = 128  # above it two kernels share the gradients, in either mode
+
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def why_not() -> str:
@@ -66,15 +70,54 @@ def row_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     return expected_row(q.shape[3], v.shape[3], q.shape[1], k.shape[1], causal, q.dtype)
 
 
+def expected_backward(
+    head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, causal: bool, dtype: torch.dtype, deterministic: bool
+) -> tuple[str, ...]:
+    """Names of the rows that a backward of this problem has to launch: the extension's choice, checked to be one of the
+    two sequences, of the right dtype, and of the smallest tile family that holds both head dims. Skips where this build
+    has no such rows."""
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    chosen = torch.ops.flash_attn3.select_backward(
+        head_dim, head_dim_v, seqlen_q, seqlen_k, causal, name == "bf16", deterministic
+    )
+    if not chosen or min(chosen) < 0:
+        pytest.skip(f"this build has no {dtype} backward for head dims {head_dim}, {head_dim_v}")
+    rows = [table()[i] for i in chosen]
+    ops_run = [row["op"] for row in rows]
+    apart = ["backward_prepare", "backward_keys", "backward_queries"]
+    fused = ["backward_prepare", "backward", "backward_finish"]
+    assert ops_run == apart or (ops_run == fused and not deterministic), ops_run
+    assert ops_run == apart or max(head_dim, head_dim_v) <= MAX_FUSED_HEAD_DIM, ops_run
+    for row in rows:
+        assert row["dtype"] == name, row
+        if row["op"] in ("backward", "backward_keys", "backward_queries"):
+            family = [(r["head_dim"], r["head_dim_v"]) for r in table() if (r["op"], r["dtype"]) == (row["op"], name)]
+            holding = [dims for dims in family if dims[0] >= head_dim and dims[1] >= head_dim_v]
+            assert (row["head_dim"], row["head_dim_v"]) == min(holding), row
+    return tuple(row["name"] for row in rows)
+
+
+def backward_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool) -> tuple[str, ...]:
+    return expected_backward(q.shape[3], v.shape[3], q.shape[1], k.shape[1], causal, q.dtype, deterministic)
+
+
+def modes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[bool]:
+    """The values of `deterministic` that run different kernels."""
+    same = backward_rows(q, k, v, causal, False) == backward_rows(q, k, v, causal, True)
+    return [True] if same else [False, True]
+
+
 @contextmanager
-def ran(row: str, *times: int) -> Iterator[None]:
-    """Asserts that inside, `row` is launched one of `times` times (once if not given) and no other row is."""
+def ran(rows: str | Sequence[str], *times: int) -> Iterator[None]:
+    """Asserts that inside, each of `rows` is launched one of `times` times (once if not given) and no other row is."""
+    rows = (rows,) if isinstance(rows, str) else rows
     before = torch.ops.flash_attn3.launch_counts()
     yield
     difference = (torch.ops.flash_attn3.launch_counts() - before).tolist()
     launched = {table()[i]["name"]: n for i, n in enumerate(difference) if n}
-    assert launched.keys() <= {row}, f"launched {launched}, expected {row}"
-    assert launched.get(row, 0) in (times or (1,)), f"{row} launched {launched.get(row, 0)} times"
+    assert launched.keys() <= set(rows), f"launched {launched}, expected {rows}"
+    for row in rows:
+        assert launched.get(row, 0) in (times or (1,)), f"{row} launched {launched.get(row, 0)} times"
 
 
 def generator(*key: object) -> torch.Generator:
@@ -153,6 +196,93 @@ def check_lse(lse: Tensor, ref: Tensor) -> None:
     assert worst <= LSE_FLOOR, f"lse errs by {error.max().item():.2e}"  # NaN fails too
 
 
-def equal(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
-    """Whether out and lse are bitwise equal (no NaN expected in either)."""
-    return torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+def equal(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Whether out and lse, or dq, dk and dv, are bitwise equal (no NaN expected in any)."""
+    return all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+
+
+def gradient_of_out(q: Tensor, v: Tensor, key: object = "dout") -> Tensor:
+    """dout for these inputs, N(0, 1)."""
+    return randn(*q.shape[:3], v.shape[3], dtype=q.dtype, key=key)
+
+
+def gradient_of_lse(q: Tensor, key: object = "dlse") -> Tensor:
+    """dlse for this q, N(0, 1), fp32."""
+    return randn(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, key=key)
+
+
+def poison_for_backward(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Poisons what the gradients and the workspace will lie in: fp32 sums of dq, padded, and two fp32 a row."""
+    rows = q.shape[0] * q.shape[2] * (q.shape[1] + 256)
+    columns = max(64, q.shape[3], v.shape[3])
+    poison(4 * rows * columns, 4 * rows, 8 * rows, *(2 * x.numel() for x in (q, k, v)))
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    deterministic: bool = False,
+    saved: tuple[Tensor, Tensor] | None = None,
+    times: tuple[int, ...] = (1,),
+) -> Gradients:
+    """dq, dk, dv of the operator over poisoned memory, asserted to have run the expected rows, with checked shapes.
+
+    `saved` are out and lse; the forward kernel makes them where they are not given.
+    """
+    out, lse = saved or attend(q, k, v, causal, scale, times=times)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    poison_for_backward(q, k, v)
+    with torch.no_grad(), ran(backward_rows(q, k, v, causal, deterministic), *times):
+        grads = torch.ops.flash_attn3.backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic)
+    for name, x, grad in zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True):
+        assert grad.shape == x.shape and grad.dtype == x.dtype and grad.device == x.device, name
+        assert grad.is_contiguous(), name
+    return grads
+
+
+def check_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+) -> Gradients:
+    """Compares the kernels' gradients with those of the float64 formula; returns them.
+
+    dout None is random. deterministic None checks both modes, where they run different kernels, and returns the
+    gradients of the deterministic one.
+    """
+    dout = gradient_of_out(q, v) if dout is None else dout
+    saved = attend(q, k, v, causal, scale)
+    refs, bases = reference_gradients(q, k, v, dout, dlse, causal, scale)
+    for mode in modes(q, k, v, causal) if deterministic is None else [deterministic]:
+        grads = backward(q, k, v, dout, dlse, causal, scale, mode, saved)
+        assert_close_gradients(grads, refs, bases, "deterministic " if mode else "")
+    return grads
+
+
+def reference_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Gradients, Gradients]:
+    """dq, dk, dv by the formula in float64, and in the inputs' dtype: the unit of the error."""
+    refs = oracle.gradients(q, k, v, dout, dlse, scale=scale, causal=causal)
+    return refs, oracle.gradients(q, k, v, dout, dlse, scale=scale, causal=causal, dtype=q.dtype)
+
+
+def assert_close_gradients(got: Sequence[Tensor], refs: Gradients, bases: Gradients, what: str = "") -> None:
+    for name, *values in zip(("dq", "dk", "dv"), got, refs, bases, strict=True):
+        oracle.assert_close(what + name, *values, GRADIENT_FLOOR)

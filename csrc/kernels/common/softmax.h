@@ -26,6 +26,9 @@ struct Packed<cutlass::bfloat16_t> {
     __nv_bfloat162 const pair = __floats2bfloat162_rn(lo, hi);
     return reinterpret_cast<uint32_t const&>(pair);
   }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  }
 };
 
 template <>
@@ -34,6 +37,9 @@ struct Packed<cutlass::half_t> {
   static __device__ __forceinline__ uint32_t pack(float lo, float hi) {
     __half2 const pair = __floats2half2_rn(lo, hi);
     return reinterpret_cast<uint32_t const&>(pair);
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return __half22float2(reinterpret_cast<__half2 const&>(pair));
   }
 };
 

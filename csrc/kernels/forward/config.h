@@ -11,6 +11,7 @@
 #include <cute/tensor.hpp>
 
 #include "host/geometry.h"
+#include "kernels/common/tiles.h"
 
 namespace flash_attn3 {
 
@@ -93,11 +94,9 @@ struct ForwardConfig {
 // - key_full[s]: producer and TMA bytes -> all consumers read K of stage s
 // - key_empty[s]: each consumer warp, after Q K^T -> producer overwrites stage s
 // - value_full[s], value_empty[s]: the same for V and P V
-// - tile_full[i]: producer -> all consumers read the next tile from slot i
-// - tile_empty[i]: each consumer warp, after reading -> producer overwrites slot i
+// - tiles: see TileSlots
 // Named barriers: w, the 128 threads of warpgroup w have O in shared memory; kWarpgroups + w, the turn of w
 // (consumer.h).
-constexpr int kTileSlots = 2;
 
 template <class Config>
 struct ForwardStorage {
@@ -116,9 +115,7 @@ struct ForwardStorage {
   Barrier key_empty[Config::kKeyStages];
   TransactionBarrier value_full[Config::kValueStages];
   Barrier value_empty[Config::kValueStages];
-  Barrier tile_full[kTileSlots];
-  Barrier tile_empty[kTileSlots];
-  Tile tile[kTileSlots];
+  TileSlots tiles;
 };
 
 }  // namespace flash_attn3

@@ -15,6 +15,7 @@
 #include "host/geometry.h"
 #include "kernels/common/pipeline.h"
 #include "kernels/common/softmax.h"
+#include "kernels/common/tiles.h"
 #include "kernels/forward/config.h"
 
 namespace flash_attn3 {
@@ -42,36 +43,20 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     if (warpgroup == Config::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, turn_barrier(0));
     for (;; ++tiles) {
-      auto const slot = PipelineState<kTileSlots>::at(Role::kConsumer, tiles);
-      storage.tile_full[slot.stage].wait(slot.phase);
-      Tile tile{};
-      __syncwarp();  // every lane has passed the wait, whose phase may be over once the slot is given back
-      if (thread % 32 == 0) {
-        tile = storage.tile[slot.stage];
-        storage.tile_empty[slot.stage].arrive();
-      }
-      // Known to be uniform: loops, stages and WGMMA descriptors then live in uniform registers.
-      tile.query_block = __shfl_sync(0xffffffffu, tile.query_block, 0);
-      tile.head = __shfl_sync(0xffffffffu, tile.head, 0);
-      tile.batch = __shfl_sync(0xffffffffu, tile.batch, 0);
-      if (tile.query_block < 0) break;
+      Tile const tile = storage.tiles.take(tiles);
+      if (tile.block < 0) break;
       process(tile);
     }
     if (thread == 0) cute::tma_store_wait<0>();  // the buffer of O lives as long as the CTA
   }
 
   // One arrival a warp: each warp's quarter of a WGMMA retires on its own.
-  template <class Barrier>
-  __device__ __forceinline__ void release(Barrier& barrier) {
-    __syncwarp();
-    if (thread % 32 == 0) barrier.arrive();
-  }
   __device__ __forceinline__ void release_keys() {
-    release(storage.key_empty[key_state.stage]);
+    arrive_warp(storage.key_empty[key_state.stage]);
     key_state.advance();
   }
   __device__ __forceinline__ void release_values() {
-    release(storage.value_empty[value_state.stage]);
+    arrive_warp(storage.value_empty[value_state.stage]);
     value_state.advance();
   }
 
@@ -88,11 +73,11 @@ struct Consumer {
 
   // O elsewhere: gives Q back after the last Q K^T.
   __device__ __forceinline__ void release_read_queries() {
-    if constexpr (!Config::kOutputOverQuery) release(storage.query_empty[query_buffer()][warpgroup]);
+    if constexpr (!Config::kOutputOverQuery) arrive_warp(storage.query_empty[query_buffer()][warpgroup]);
   }
 
   __device__ __forceinline__ void process(Tile const tile) {
-    int const tile_row = tile.query_block * Config::kBlockM;
+    int const tile_row = tile.block * Config::kBlockM;
     int const row = tile_row + warpgroup * kRowsPerWarpgroup;
     auto range = [&](int begin, int end) {
       return key_range(begin, end, params.seqlen_q, params.seqlen_k, params.causal, kBlockN);

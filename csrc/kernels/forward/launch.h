@@ -35,10 +35,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
       storage.value_full[s].init(1);
       storage.value_empty[s].init(kConsumerWarps);
     }
-    for (int i = 0; i < kTileSlots; ++i) {
-      storage.tile_full[i].init(1);
-      storage.tile_empty[i].init(kConsumerWarps);
-    }
+    storage.tiles.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

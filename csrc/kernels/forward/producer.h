@@ -2,33 +2,12 @@
 // its lanes keep the state, which therefore is uniform and lives in uniform registers; one of them issues.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "host/geometry.h"
 #include "kernels/common/pipeline.h"
+#include "kernels/common/tiles.h"
 #include "kernels/forward/config.h"
 
 namespace flash_attn3 {
-
-// Loads kRows rows of one head, a box of kChunk columns at a time; what lies outside the tensor arrives as zeros.
-template <int kChunk, int kColumns, int kRows, class Element, class Barrier>
-__device__ __forceinline__ void load_rows(CUtensorMap const& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
-                                          Element* smem, int row, int head, int batch) {
-  auto* const barrier = reinterpret_cast<uint64_t*>(&full);
-#pragma unroll
-  for (int column = 0; column < kColumns; column += kChunk) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<uint64_t>(hint), smem + column * kRows, column, row, head,
-                                 batch);
-  }
-}
-
-// Position of the CTA's next tile: a share of the order by position, or the next number of the counter.
-__device__ __forceinline__ int64_t next_position(ForwardParams const& params, int step) {
-  if (params.counter == nullptr) return static_position(blockIdx.x, gridDim.x, step);
-  int taken = 0;
-  if (threadIdx.x % 32 == 0) taken = atomicAdd(params.counter, 1);
-  return __shfl_sync(0xffffffffu, taken, 0);
-}
 
 template <class Config>
 struct Producer {
@@ -42,20 +21,15 @@ struct Producer {
 
   __device__ __forceinline__ void run() {
     for (int tiles = 0;; ++tiles) {
-      Tile const tile = tile_at(params.order, params.heads, params.causal, next_position(params, tiles));
-      auto const slot = PipelineState<kTileSlots>::at(Role::kProducer, tiles);
-      storage.tile_empty[slot.stage].wait(slot.phase);
-      if (elected) {
-        storage.tile[slot.stage] = tile;
-        storage.tile_full[slot.stage].arrive();
-      }
-      if (tile.query_block < 0) return;
+      Tile const tile = tile_at(params.order, params.heads, params.causal, next_position(params.counter, tiles));
+      storage.tiles.give(tile, tiles, elected);
+      if (tile.block < 0) return;
       load(tile, PipelineState<Config::kQueryBuffers>::at(Role::kProducer, tiles));
     }
   }
 
   __device__ __forceinline__ void load(Tile const tile, PipelineState<Config::kQueryBuffers> const query) {
-    int const row = tile.query_block * Config::kBlockM;
+    int const row = tile.block * Config::kBlockM;
     int const kv_head = tile.head / params.heads_per_kv_head;
     int const key_blocks =
         key_range(row, row + Config::kBlockM, params.seqlen_q, params.seqlen_k, params.causal, kBlockN).key_blocks;

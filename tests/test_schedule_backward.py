@@ -1,0 +1,204 @@
+"""Host logic of the backward pass without a GPU: which kernels run, which CTA holds which keys, which queries it walks.
+
+Properties over thousands of random shapes of torch.ops.flash_attn3.schedule_backward, which runs the functions that the
+kernels run, against the mask written out: every block of keys of every key head exactly once, no query block that sees
+one of its keys skipped, none walked in vain, a mask exactly where one is needed.
+"""
+
+import math
+import random
+from functools import cache
+
+import pytest
+import torch
+from test_schedule import cta_loads, random_problem
+
+from flash_attn3 import ops
+
+SHAPES = 2400
+GROUPS = 24  # pytest cases that share them
+CTA, POSITION, BLOCK, HEAD, BATCH, FIRST, UNMASKED, END = range(8)
+MAIN = ("backward", "backward_keys", "backward_queries")
+
+
+@cache
+def table(*names: str) -> list[dict]:
+    return [row for row in ops.kernel_table() if row["op"] in names]
+
+
+HOLDS_KEYS = table("backward", "backward_keys")
+pytestmark = pytest.mark.skipif(
+    not HOLDS_KEYS, reason=ops.load_error or "this build has no backward kernels that hold keys"
+)
+
+
+def schedule(row: dict, *problem: int) -> torch.Tensor:
+    """(n, 8) lines, by position, of a problem (batch, heads, kv_heads, seqlen_q, seqlen_k, causal, num_sms)."""
+    lines = torch.ops.flash_attn3.schedule_backward(row["id"], *problem)
+    assert lines.dtype == torch.int64 and lines.dim() == 2 and lines.shape[1] == 8
+    return lines[lines[:, POSITION].argsort(stable=True)]
+
+
+def blocks_of_the_mask(seqlen_q: int, seqlen_k: int, causal: bool, block_m: int, block_n: int):
+    """(key blocks, query blocks), twice: whether any row of the block sees any key of the block, and whether every
+    row that exists sees all block_n keys."""
+    rows, keys = torch.arange(seqlen_q), torch.arange(math.ceil(seqlen_k / block_n) * block_n)
+    sees = (keys < seqlen_k).expand(seqlen_q, -1)
+    if causal:
+        sees = sees & (keys <= rows[:, None] + seqlen_k - seqlen_q)
+    any_seen, all_seen = [], []
+    for part in sees.split(block_m):
+        by_block = part.view(len(part), -1, block_n)
+        any_seen.append(by_block.any(2).any(0))
+        all_seen.append(by_block.all(2).all(0))
+    return torch.stack(any_seen, 1), torch.stack(all_seen, 1)
+
+
+def check(row: dict, batch, heads, kv_heads, seqlen_q, seqlen_k, causal, num_sms, by_mask=True) -> None:
+    lines = schedule(row, batch, heads, kv_heads, seqlen_q, seqlen_k, causal, num_sms)
+    block_m, block_n = row["block_m"], row["block_n"]
+    blocks = math.ceil(seqlen_k / block_n)
+    tiles = batch * kv_heads * blocks if seqlen_q and heads else 0
+    assert len(lines) == tiles
+    if not tiles:
+        return
+
+    # Every (batch, key head, block of keys) exactly once, by CTAs that exist, at positions 0, 1, 2, ...
+    assert (lines[:, [BLOCK, HEAD, BATCH]] >= 0).all()
+    assert (lines[:, HEAD] < kv_heads).all() and (lines[:, BATCH] < batch).all() and (lines[:, BLOCK] < blocks).all()
+    key = (lines[:, BATCH] * kv_heads + lines[:, HEAD]) * blocks + lines[:, BLOCK]
+    assert torch.equal(key.sort().values, torch.arange(tiles))
+    assert torch.equal(lines[:, POSITION], torch.arange(tiles))
+    assert (lines[:, CTA] >= 0).all() and len(lines[:, CTA].unique()) == min(num_sms, tiles)
+    assert lines[:, CTA].max() < num_sms
+
+    # Query blocks: from the first that sees a key of the block to the last, a mask for exactly those that need one.
+    first, unmasked, end = lines[:, FIRST], lines[:, UNMASKED], lines[:, END]
+    assert (first >= 0).all() and (first <= unmasked).all() and (unmasked <= end).all()
+    assert (end == math.ceil(seqlen_q / block_m)).all()
+    if by_mask:
+        any_seen, all_seen = blocks_of_the_mask(seqlen_q, seqlen_k, causal, block_m, block_n)
+        walked = torch.arange(any_seen.shape[1])
+        assert torch.equal(walked >= first[:, None], any_seen[lines[:, BLOCK]])
+        assert torch.equal(walked >= unmasked[:, None], all_seen[lines[:, BLOCK]])
+
+    # Balance: no CTA has more than its share and the two largest tiles. Longest first when causal.
+    work = torch.stack([lines[:, CTA], end - first], 1)
+    loads = cta_loads(work, num_sms)
+    assert loads.max() <= loads.sum() / len(loads) + 2 * work[:, 1].max()
+    if causal:
+        ordered = lines[(lines[:, BATCH] * kv_heads + lines[:, HEAD]).argsort(stable=True)]
+        same_head = (ordered[1:, [HEAD, BATCH]] == ordered[:-1, [HEAD, BATCH]]).all(1)
+        assert (ordered[1:, BLOCK] > ordered[:-1, BLOCK])[same_head].all()
+        # Q, dO and sums of dQ surely stay in L2: all heads together.
+        if batch * heads * seqlen_q * (6 * row["head_dim"] + 2 * row["head_dim_v"]) <= 2**21:
+            assert (work[1:, 1] <= work[:-1, 1]).all()
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_shapes(group):
+    pick = random.Random(group)
+    for number in range(SHAPES // GROUPS):
+        row, problem = HOLDS_KEYS[number % len(HOLDS_KEYS)], random_problem(pick)
+        try:
+            check(row, *problem)
+        except AssertionError as error:
+            raise AssertionError(f"{row['name']}: (B, H, Hkv, Sq, Sk, causal, SMs) = {problem}") from error
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_block_at_its_edges(causal):
+    for row in HOLDS_KEYS:
+        m, n = row["block_m"], row["block_n"]
+        for seqlen_q in (0, 1, m - 1, m, m + 1, n, 2 * m + 65):
+            for seqlen_k in (0, 1, n - 1, n, n + 1, m, m + n, 3 * n):
+                check(row, 2, 2, 1, seqlen_q, seqlen_k, causal, 132)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_standard_grid_is_balanced(causal):
+    """At least 85 % of the SMs' time is used, counting query blocks alone, wherever there are two tiles an SM."""
+    for row in HOLDS_KEYS:
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+            heads = 2048 // row["head_dim"]
+            lines = schedule(row, 16384 // seqlen, heads, heads, seqlen, seqlen, causal, 132)
+            loads = cta_loads(torch.stack([lines[:, CTA], lines[:, END] - lines[:, FIRST]], 1), 132).float()
+            if len(lines) >= 264:
+                assert loads.mean() / loads.max() >= 0.85, (
+                    f"{row['name']} at {seqlen}: {loads.mean() / loads.max():.2f}"
+                )
+
+
+def test_heads_in_flight_stay_in_l2():
+    """Causal heads are taken in groups whose Q, dO and fp32 sums of dQ fit 40 MB, unless one key head has more."""
+    for row in HOLDS_KEYS:
+        for seqlen, ratio in ((2048, 1), (8192, 1), (8192, 4), (65536, 1)):
+            lines = schedule(row, 1, 16 * ratio, 16, seqlen, seqlen, True, 132)
+            together = len(lines[lines[:, POSITION] < 16][:, HEAD].unique())
+            bytes_of_a_head = ratio * seqlen * 2 * (row["head_dim"] + row["head_dim_v"])
+            if row["op"] == "backward":
+                bytes_of_a_head += ratio * seqlen * 4 * row["head_dim"]
+            assert together == 1 or together * bytes_of_a_head <= 40 * 2**20, (row["name"], seqlen, ratio, together)
+
+
+def test_long_sequences_do_not_overflow():
+    for row in HOLDS_KEYS:
+        check(row, 1, 1, 1, 2**31 - 1024, 65, True, 132, by_mask=False)
+        check(row, 1, 1, 1, 2**31 - 1024, 65, False, 132, by_mask=False)
+        check(row, 1, 1, 1, 65, 2**23, True, 132, by_mask=False)
+        for seqlen_q, seqlen_k in ((2**31 - 1024, 300), (300, 2**22)):
+            last = schedule(row, 1, 1, 1, seqlen_q, seqlen_k, True, 132)
+            last = last[last[:, BLOCK] == last[:, BLOCK].max()][0]
+            begin = int(last[BLOCK]) * row["block_n"]
+            assert last[FIRST] == max(0, begin - (seqlen_k - seqlen_q)) // row["block_m"]
+
+
+def rows_of(*question) -> list[dict]:
+    """The rows that select_backward chooses, in order of launch; [] if there are none."""
+    chosen = torch.ops.flash_attn3.select_backward(*question)
+    assert len(chosen) == 3 and (min(chosen) >= 0 or set(chosen) == {-1})
+    return [ops.kernel_table()[i] for i in chosen if i >= 0]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_selection(bf16):
+    dtype = "bf16" if bf16 else "fp16"
+
+    def holding(op, *dims):
+        """Head dims of the rows of an operation that hold these."""
+        rows = [(r["head_dim"], r["head_dim_v"]) for r in table(op) if r["dtype"] == dtype]
+        return [d for d in rows if d[0] >= dims[0] and d[1] >= dims[1]]
+
+    for head_dim in (1, 8, 33, 64, 72, 96, 128, 160, 192, 200, 256):
+        for head_dim_v in {head_dim, 64, 128}:
+            keys, queries, fused = (holding(op, head_dim, head_dim_v) for op in ("backward_keys", MAIN[2], MAIN[0]))
+            for deterministic in (False, True):
+                rows = rows_of(head_dim, head_dim_v, 128, 128, True, bf16, deterministic)
+                if not table("backward_prepare") or not (keys and queries):
+                    continue  # part of a build
+                wide = max(sum(min(keys, key=sum)), sum(min(queries, key=sum)))
+                one = table("backward_finish") and fused and sum(min(fused, key=sum)) <= wide and not deterministic
+                wanted = (MAIN[0], "backward_finish") if one else MAIN[1:]
+                assert tuple(row["op"] for row in rows) == ("backward_prepare", *wanted)
+                assert all(row["dtype"] == dtype for row in rows)
+                for row in rows:
+                    if row["op"] in MAIN:
+                        narrowest = min(holding(row["op"], head_dim, head_dim_v), key=sum)
+                        assert (row["head_dim"], row["head_dim_v"]) == narrowest
+    assert rows_of(257, 64, 128, 128, True, bf16, False) == rows_of(64, 264, 128, 128, True, bf16, True) == []
+
+
+def test_rows_without_tiles_are_refused():
+    for row in table("backward_prepare", "backward_finish"):
+        for operator in (torch.ops.flash_attn3.schedule, torch.ops.flash_attn3.schedule_backward):
+            with pytest.raises(RuntimeError, match="no tiles"):
+                operator(row["id"], 1, 1, 1, 64, 64, False, 132)
+    with pytest.raises(RuntimeError, match="schedule_backward"):
+        torch.ops.flash_attn3.schedule(HOLDS_KEYS[0]["id"], 1, 1, 1, 64, 64, False, 132)
+
+
+def test_both_operators_agree_where_ctas_hold_queries():
+    for row in table("backward_queries"):
+        question = (row["id"], 2, 6, 2, 700, 900, True, 132)
+        one, other = (torch.ops.flash_attn3.schedule(*question), torch.ops.flash_attn3.schedule_backward(*question))
+        assert len(one) > 0 and torch.equal(one, other)
