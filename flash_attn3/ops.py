@@ -37,6 +37,8 @@ _SCHEMAS = (
     # The rows of one backward, in order of launch; -1 each if the build lacks one of them.
     "select_backward(int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, bool causal, bool bf16, "
     "bool deterministic) -> (int, int, int)",
+    # Lines of kernels that hold keys: cta, position, key block, key head, batch, query blocks (first, unmasked, end),
+    # part of the tile (-1: all of it), steps (begin, end).
     "schedule_backward(int row, int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k, bool causal, "
     "int num_sms) -> Tensor",
     # Any device. Windows are inclusive bounds around the bottom-right diagonal, -1 is unbounded; causal is right = 0.

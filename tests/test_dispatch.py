@@ -1,5 +1,7 @@
 """Which backend runs what: reasons as data, mocked devices (C25), normalised windows, explain."""
 
+import itertools
+
 import oracle
 import pytest
 import torch
@@ -165,8 +167,8 @@ def test_has_backward_is_what_select_backward_finds():
     for dtype in checks.HALF:
         for head_dim in dims:
             for head_dim_v in dims:
-                for flag in (False, True):
-                    numbers = (head_dim, head_dim_v, 9, 9, False, dtype == torch.bfloat16, flag)
+                for flag, length in ((False, 9), (False, 9999), (True, 9)):
+                    numbers = (head_dim, head_dim_v, length, length, True, dtype == torch.bfloat16, flag)
                     rows = torch.ops.flash_attn3.select_backward(*numbers)
                     assert dispatch.has_backward(dtype, head_dim, head_dim_v, flag) == (min(rows) >= 0)
 
@@ -271,6 +273,21 @@ def test_explain_names_the_kernel(capability):
     how = dispatch.explain_problem(problem(head_dim=128, head_dim_v=128, window=(-1, 0)))
     assert how.backend == "kernel" and how.kernel in names and how.reasons == ()
     assert how.kernel in str(how)
+
+
+@pytest.mark.skipif(
+    not (
+        dispatch.has_backward(torch.bfloat16, 128, 128, True) and dispatch.has_backward(torch.bfloat16, 128, 128, False)
+    ),
+    reason="needs the backward kernels",
+)
+def test_explain_asks_with_the_lengths(capability):
+    capability((9, 0))
+    for seqlen, causal, deterministic in itertools.product((64, 900, 4096), (False, True), (False, True)):
+        dims = {"head_dim": 128, "head_dim_v": 128, "seqlen_q": seqlen, "seqlen_k": seqlen}
+        how = dispatch.explain_problem(problem(**dims, window=(-1, 0) if causal else (-1, -1)), deterministic)
+        rows = torch.ops.flash_attn3.select_backward(128, 128, seqlen, seqlen, causal, True, deterministic)
+        assert how.backward == "kernel, " + ", ".join(ops.kernel_table()[row]["name"] for row in rows)
 
 
 def test_backend_argument():

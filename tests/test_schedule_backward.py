@@ -2,12 +2,14 @@
 
 Properties over thousands of random shapes of torch.ops.flash_attn3.schedule_backward, which runs the functions that the
 kernels run, against the mask written out: every block of keys of every key head exactly once, no query block that sees
-one of its keys skipped, none walked in vain, a mask exactly where one is needed.
+one of its keys skipped, none walked in vain, a mask exactly where one is needed; and where the tiles of the last round
+are cut into parts, every step of a tile in exactly one of them.
 """
 
 import math
 import random
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from flash_attn3 import ops
 
 SHAPES = 2400
 GROUPS = 24  # pytest cases that share them
-CTA, POSITION, BLOCK, HEAD, BATCH, FIRST, UNMASKED, END = range(8)
+CTA, POSITION, BLOCK, HEAD, BATCH, FIRST, UNMASKED, END, PART, STEP, STEP_END = range(11)
+MOST_PARTS, STEPS_OF_PART = 16, 10
 MAIN = ("backward", "backward_keys", "backward_queries")
 
 
@@ -33,9 +36,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def schedule(row: dict, *problem: int) -> torch.Tensor:
-    """(n, 8) lines, by position, of a problem (batch, heads, kv_heads, seqlen_q, seqlen_k, causal, num_sms)."""
+    """(n, 11) lines, by position, of a problem (batch, heads, kv_heads, seqlen_q, seqlen_k, causal, num_sms)."""
     lines = torch.ops.flash_attn3.schedule_backward(row["id"], *problem)
-    assert lines.dtype == torch.int64 and lines.dim() == 2 and lines.shape[1] == 8
+    assert lines.dtype == torch.int64 and lines.dim() == 2 and lines.shape[1] == 11
     return lines[lines[:, POSITION].argsort(stable=True)]
 
 
@@ -54,23 +57,65 @@ def blocks_of_the_mask(seqlen_q: int, seqlen_k: int, causal: bool, block_m: int,
     return torch.stack(any_seen, 1), torch.stack(all_seen, 1)
 
 
+def steps_of(lines: torch.Tensor) -> torch.Tensor:
+    return lines[:, STEP_END] - lines[:, STEP]
+
+
+def check_parts(row: dict, lines: torch.Tensor, tiles: int, heads_per_kv_head: int, causal: bool, num_sms: int) -> None:
+    """The lines, one a position, are `tiles` whole tiles or, in the last round, parts of equal length; every step of a
+    tile is in one of them."""
+    whole = lines[:, PART] < 0
+    parts = max(1, int(lines[:, PART].max()) + 1)
+    cut = tiles - int(whole.sum())
+    assert (lines[whole][:, PART] == -1).all() and len(lines) == tiles - cut + parts * cut
+    total = heads_per_kv_head * (lines[:, END] - lines[:, FIRST])
+    assert (lines[whole][:, STEP] == 0).all() and (lines[whole][:, STEP_END] == total[whole]).all()
+
+    # Which tiles are cut, and into how many parts.
+    last = tiles % num_sms
+    uses_counter = causal and tiles > num_sms
+    if row["head_dim"] > 128 or uses_counter or last == 0:
+        assert cut == 0
+    else:
+        longest = int(total.max())
+        durations = {1: longest}
+        for p in range(2, MOST_PARTS + 1):
+            durations[p] = math.ceil(last * p / num_sms) * (math.ceil(longest / p) + STEPS_OF_PART)
+        assert parts == min(durations, key=lambda p: (durations[p], p))
+        assert cut == (last if parts > 1 else 0)
+    if not cut:
+        return
+
+    # They come last, part after part; each part goes on where the one before ended.
+    assert whole[: tiles - cut].all() and (tiles - cut) % num_sms == 0
+    of_tile = lines[tiles - cut :].view(cut, parts, -1)
+    assert (of_tile[:, :, BLOCK : END + 1] == of_tile[:, :1, BLOCK : END + 1]).all()
+    assert (of_tile[:, :, PART] == torch.arange(parts)).all()
+    assert (of_tile[:, 0, STEP] == 0).all() and (of_tile[:, 1:, STEP] == of_tile[:, :-1, STEP_END]).all()
+    assert (of_tile[:, -1, STEP_END] == total[tiles - cut :].view(cut, parts)[:, -1]).all()
+    steps = of_tile[:, :, STEP_END] - of_tile[:, :, STEP]
+    assert (steps.amax(1) - steps.amin(1) <= 1).all() and (steps >= (0 if causal else 1)).all()
+
+
 def check(row: dict, batch, heads, kv_heads, seqlen_q, seqlen_k, causal, num_sms, by_mask=True) -> None:
     lines = schedule(row, batch, heads, kv_heads, seqlen_q, seqlen_k, causal, num_sms)
     block_m, block_n = row["block_m"], row["block_n"]
     blocks = math.ceil(seqlen_k / block_n)
     tiles = batch * kv_heads * blocks if seqlen_q and heads else 0
-    assert len(lines) == tiles
     if not tiles:
+        assert len(lines) == 0
         return
 
-    # Every (batch, key head, block of keys) exactly once, by CTAs that exist, at positions 0, 1, 2, ...
+    # Every (batch, key head, block of keys) exactly once, whole or in parts, by CTAs that exist, at positions 0, 1, ...
     assert (lines[:, [BLOCK, HEAD, BATCH]] >= 0).all()
     assert (lines[:, HEAD] < kv_heads).all() and (lines[:, BATCH] < batch).all() and (lines[:, BLOCK] < blocks).all()
-    key = (lines[:, BATCH] * kv_heads + lines[:, HEAD]) * blocks + lines[:, BLOCK]
+    begun = lines[lines[:, PART] <= 0]
+    key = (begun[:, BATCH] * kv_heads + begun[:, HEAD]) * blocks + begun[:, BLOCK]
     assert torch.equal(key.sort().values, torch.arange(tiles))
-    assert torch.equal(lines[:, POSITION], torch.arange(tiles))
-    assert (lines[:, CTA] >= 0).all() and len(lines[:, CTA].unique()) == min(num_sms, tiles)
+    assert torch.equal(lines[:, POSITION], torch.arange(len(lines)))
+    assert (lines[:, CTA] >= 0).all() and len(lines[:, CTA].unique()) == min(num_sms, len(lines))
     assert lines[:, CTA].max() < num_sms
+    check_parts(row, lines, tiles, heads // kv_heads, causal, num_sms)
 
     # Query blocks: from the first that sees a key of the block to the last, a mask for exactly those that need one.
     first, unmasked, end = lines[:, FIRST], lines[:, UNMASKED], lines[:, END]
@@ -83,16 +128,17 @@ def check(row: dict, batch, heads, kv_heads, seqlen_q, seqlen_k, causal, num_sms
         assert torch.equal(walked >= unmasked[:, None], all_seen[lines[:, BLOCK]])
 
     # Balance: no CTA has more than its share and the two largest tiles. Longest first when causal.
-    work = torch.stack([lines[:, CTA], end - first], 1)
+    work = torch.stack([lines[:, CTA], steps_of(lines)], 1)
     loads = cta_loads(work, num_sms)
     assert loads.max() <= loads.sum() / len(loads) + 2 * work[:, 1].max()
     if causal:
-        ordered = lines[(lines[:, BATCH] * kv_heads + lines[:, HEAD]).argsort(stable=True)]
+        ordered = begun[(begun[:, BATCH] * kv_heads + begun[:, HEAD]).argsort(stable=True)]
         same_head = (ordered[1:, [HEAD, BATCH]] == ordered[:-1, [HEAD, BATCH]]).all(1)
         assert (ordered[1:, BLOCK] > ordered[:-1, BLOCK])[same_head].all()
         # Q, dO and sums of dQ surely stay in L2: all heads together.
         if batch * heads * seqlen_q * (6 * row["head_dim"] + 2 * row["head_dim_v"]) <= 2**21:
-            assert (work[1:, 1] <= work[:-1, 1]).all()
+            length = begun[:, END] - begun[:, FIRST]
+            assert (length[1:] <= length[:-1]).all()
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -122,11 +168,51 @@ def test_standard_grid_is_balanced(causal):
         for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
             heads = 2048 // row["head_dim"]
             lines = schedule(row, 16384 // seqlen, heads, heads, seqlen, seqlen, causal, 132)
-            loads = cta_loads(torch.stack([lines[:, CTA], lines[:, END] - lines[:, FIRST]], 1), 132).float()
+            loads = cta_loads(torch.stack([lines[:, CTA], steps_of(lines)], 1), 132).float()
             if len(lines) >= 264:
                 assert loads.mean() / loads.max() >= 0.85, (
                     f"{row['name']} at {seqlen}: {loads.mean() / loads.max():.2f}"
                 )
+
+
+def test_the_last_round_is_shared():
+    """No CTA has more steps than whole rounds and its parts of the last one; where half of the SMs would be idle for
+    long the last round is cut, and at 2048 tiles on 132 SMs the idle time is at most a third of a tile."""
+    pick = random.Random(0)
+    cutting = [row for row in HOLDS_KEYS if row["head_dim"] <= 128]
+    problems = [(16384 // s, 2048 // d, s, 132) for s in (512, 1024, 2048, 4096, 8192, 16384) for d in (64, 96, 128)]
+    sizes = pick.randint
+    for _ in range(SHAPES):
+        problems.append((sizes(1, 9), sizes(1, 40), sizes(1, 8192), pick.choice([7, 78, 114, 132])))
+    shared = 0
+    for number, (batch, heads, seqlen, num_sms) in enumerate(problems):
+        row = cutting[number % len(cutting)]
+        lines = schedule(row, batch, heads, heads, seqlen, seqlen, False, num_sms)
+        tiles, total = batch * heads * math.ceil(seqlen / row["block_n"]), int(lines[0, END])
+        work = torch.zeros(num_sms, dtype=torch.int64).index_add_(0, lines[:, CTA], steps_of(lines))
+        parts, last = int(lines[:, PART].max()) + 1, tiles % num_sms
+        if parts > 1:
+            assert work.max() <= tiles // num_sms * total + math.ceil(last * parts / num_sms) * math.ceil(total / parts)
+            shared += 1
+        else:
+            assert last == 0 or 2 * last > num_sms or total <= 4 * STEPS_OF_PART
+    assert shared > len(problems) // 8
+    row = next(row for row in cutting if row["head_dim"] == 128)
+    lines = schedule(row, 1, 16, 16, 16384, 16384, False, 132)
+    work = torch.zeros(132, dtype=torch.int64).index_add_(0, lines[:, CTA], steps_of(lines))
+    assert work.max() - work.double().mean() <= int(lines[0, END]) / 3
+
+
+def test_causal_tiles_that_leave_sms_free_are_shared():
+    """One sequence and few heads: the longest part is at most half as long as the longest tile. None is cut where all
+    SMs have a tile, or where the tiles are short."""
+    for row in HOLDS_KEYS:
+        lines = schedule(row, 1, 2, 2, 2048, 2048, True, 132)
+        longest = int(lines[:, END].max()) // (2 if row["head_dim"] <= 128 else 1)
+        assert steps_of(lines).max() <= longest, row["name"]
+        for seqlen, num_sms in ((2048, 16), (512, 132)):
+            lines = schedule(row, 1, 1, 1, seqlen, seqlen, True, num_sms)
+            assert (lines[:, PART] == -1).all() and len(lines) == math.ceil(seqlen / row["block_n"]), row["name"]
 
 
 def test_heads_in_flight_stay_in_l2():
@@ -160,6 +246,13 @@ def rows_of(*question) -> list[dict]:
     return [ops.kernel_table()[i] for i in chosen if i >= 0]
 
 
+def faster_apart(head_dim: int, longest: int, causal: bool) -> bool:
+    """The rule of csrc/host/plan.cpp: whether two kernels that need no sums of dQ are faster than the fused one."""
+    if causal:
+        return longest <= 1024
+    return head_dim > 96 and longest <= 768
+
+
 @pytest.mark.parametrize("bf16", [True, False])
 def test_selection(bf16):
     dtype = "bf16" if bf16 else "fp16"
@@ -169,15 +262,18 @@ def test_selection(bf16):
         rows = [(r["head_dim"], r["head_dim_v"]) for r in table(op) if r["dtype"] == dtype]
         return [d for d in rows if d[0] >= dims[0] and d[1] >= dims[1]]
 
+    lengths = [(128, 128), (768, 1), (1, 769), (1024, 1024), (1, 1025), (4096, 64)]
     for head_dim in (1, 8, 33, 64, 72, 96, 128, 160, 192, 200, 256):
         for head_dim_v in {head_dim, 64, 128}:
             keys, queries, fused = (holding(op, head_dim, head_dim_v) for op in ("backward_keys", MAIN[2], MAIN[0]))
-            for deterministic in (False, True):
-                rows = rows_of(head_dim, head_dim_v, 128, 128, True, bf16, deterministic)
+            for deterministic, causal, seqlens in product((False, True), (False, True), lengths):
+                rows = rows_of(head_dim, head_dim_v, *seqlens, causal, bf16, deterministic)
                 if not table("backward_prepare") or not (keys and queries):
                     continue  # part of a build
                 wide = max(sum(min(keys, key=sum)), sum(min(queries, key=sum)))
                 one = table("backward_finish") and fused and sum(min(fused, key=sum)) <= wide and not deterministic
+                if one and sum(min(fused, key=sum)) == wide:
+                    one = not faster_apart(max(min(fused, key=sum)), max(seqlens), causal)
                 wanted = (MAIN[0], "backward_finish") if one else MAIN[1:]
                 assert tuple(row["op"] for row in rows) == ("backward_prepare", *wanted)
                 assert all(row["dtype"] == dtype for row in rows)

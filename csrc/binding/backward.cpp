@@ -1,6 +1,8 @@
 // One allocation holds what lives between the kernels, all of it fp32 or int32:
-//   lse_log2 (batch * heads, stride) | delta (the same) | sums of dQ, "backward" only | tile counters
-// The first kernel fills the statistics and zeroes the rest, so nothing else has to be launched before it.
+//   lse_log2 (batch * heads, stride) | delta (the same) | sums of dQ, "backward" only | tile counters, counts of parts
+//   | partial sums of dK and dV
+// The first kernel fills the statistics and zeroes what follows them up to the partial sums, which need no value, so
+// nothing else has to be launched before it. Every array begins at a multiple of 16 bytes.
 #include "binding/backward.h"
 
 #include <algorithm>
@@ -13,7 +15,7 @@
 namespace flash_attn3 {
 namespace {
 
-constexpr int kCounters = 4;  // two are used; 16 bytes
+constexpr int kTileCounters = 4;  // two are used; 16 bytes
 
 struct Inputs {
   Tensor const &dout, &q, &k, &v, &out, &lse;
@@ -52,8 +54,8 @@ struct Views {
 };
 
 // Fills in what is particular to one of the main kernels and launches it.
-void launch_main(int id, Problem const& problem, Views const& views, BackwardParams& params, int32_t* counter, int sms,
-                 cudaStream_t stream) {
+void launch_main(int id, TileOrder const& order, Problem const& problem, Views const& views, BackwardParams& params,
+                 int32_t* counter, int sms, cudaStream_t stream) {
   KernelRow const& row = kKernelTable[id];
   int const columns = chunk_columns(row.head_dim, row.head_dim_v);
   int const query_rows = holds_keys(row) ? row.block_m : kRowsPerWarpgroup;
@@ -67,10 +69,9 @@ void launch_main(int id, Problem const& problem, Views const& views, BackwardPar
   } else {
     params.map_dq = make_tensor_map(views.dq, kRowsPerWarpgroup, columns);
   }
-  params.order = plan_order(problem, row);
-  int const grid = std::min(params.order.num_tiles, sms);
-  params.counter = uses_counter(problem, params.order, grid) ? counter : nullptr;
-  launch(id, params, grid, stream);
+  params.order = order;
+  params.counter = uses_counter(problem, order, sms) ? counter : nullptr;
+  launch(id, params, std::min(order.positions, sms), stream);
 }
 
 void run(Problem const& problem, Inputs const& in, Gradients results, double softmax_scale, bool deterministic) {
@@ -90,17 +91,24 @@ void run(Problem const& problem, Inputs const& in, Gradients results, double sof
   Tensor const out = prepared(in.out), dout = prepared(in.dout), lse = contiguous(in.lse);
   Tensor const dq = target_of(results.dq), dk = target_of(results.dk), dv = target_of(results.dv);
 
+  int const sms = multiprocessors(device);
+  TileOrder const order = plan_order(problem, first, sms);
+  PartialSums const partial = plan_partial_sums(order, first);
   DqSums const sums = fused ? plan_dq_sums(problem, first) : DqSums{};
   int32_t const stride = statistics_stride(problem.seqlen_q);
   int64_t const statistics = problem.batch * problem.heads * stride;
-  Tensor const workspace = empty_cuda({2 * statistics + sums.count + kCounters}, ScalarType::Float, device);
+  int64_t const counters = kTileCounters + (partial.counts + 3) / 4 * 4;
+  int64_t const cleared = sums.count + counters;
+  Tensor const workspace = empty_cuda({2 * statistics + cleared + partial.count}, ScalarType::Float, device);
 
   BackwardParams params{};
   params.lse_log2 = static_cast<float*>(workspace.data_ptr());
   params.delta = params.lse_log2 + statistics;
   params.dq_sums = params.cleared = params.delta + statistics;
-  params.cleared_count = sums.count + kCounters;
-  auto* const counters = reinterpret_cast<int32_t*>(params.dq_sums + sums.count);
+  params.cleared_count = cleared;
+  auto* const counter = reinterpret_cast<int32_t*>(params.dq_sums + sums.count);
+  params.partial_counts = counter + kTileCounters;
+  params.partial_sums = params.cleared + cleared;
   params.batch = int32_t(problem.batch);
   params.heads = int32_t(problem.heads);
   params.kv_heads = int32_t(problem.kv_heads);
@@ -132,13 +140,13 @@ void run(Problem const& problem, Inputs const& in, Gradients results, double sof
                     view_of("dout", dout, bf16), view_of("dq", dq, bf16), view_of("dk", dk, bf16),
                     view_of("dv", dv, bf16)};
   cudaStream_t const stream = current_stream(device);
-  int const sms = multiprocessors(device);
   launch(rows[0], params, sms, stream);
-  launch_main(rows[1], problem, views, params, counters, sms, stream);
+  launch_main(rows[1], order, problem, views, params, counter, sms, stream);
   if (fused) {
     launch(rows[2], params, sms, stream);
   } else {
-    launch_main(rows[2], problem, views, params, counters + 1, sms, stream);
+    TileOrder const second = plan_order(problem, kKernelTable[rows[2]], sms);
+    launch_main(rows[2], second, problem, views, params, counter + 1, sms, stream);
   }
   deliver(dq, results.dq);
   deliver(dk, results.dk);

@@ -32,7 +32,8 @@ void run(Problem const& problem, Tensor const& q_in, Tensor const& k_in, Tensor 
     params.map_k = params.map_v = params.map_q;  // never read
   }
   params.lse = static_cast<float*>(lse.data_ptr());
-  params.order = plan_order(problem, row);
+  int const sms = multiprocessors(device);
+  params.order = plan_order(problem, row, sms);
   params.heads = int32_t(problem.heads);
   params.heads_per_kv_head = int32_t(problem.heads / problem.kv_heads);
   params.seqlen_q = int32_t(problem.seqlen_q);
@@ -42,10 +43,10 @@ void run(Problem const& problem, Tensor const& q_in, Tensor const& k_in, Tensor 
   params.causal = problem.causal;
 
   cudaStream_t const stream = current_stream(device);
-  int const grid = std::min(params.order.num_tiles, multiprocessors(device));
+  int const grid = std::min(params.order.positions, sms);
   params.counter = nullptr;
   std::optional<Tensor> counter;
-  if (uses_counter(problem, params.order, grid)) {
+  if (uses_counter(problem, params.order, sms)) {
     counter = empty_cuda({1}, ScalarType::Int, device);
     params.counter = static_cast<int32_t*>(counter->data_ptr());
     check_cuda(cudaMemsetAsync(params.counter, 0, sizeof(int32_t), stream), "cudaMemsetAsync");

@@ -10,8 +10,6 @@
 namespace flash_attn3 {
 namespace {
 
-constexpr int kColumns = 8;
-
 struct Question {
   KernelRow const& row;
   Problem problem;
@@ -32,14 +30,13 @@ Question question(int64_t row, int64_t batch, int64_t heads, int64_t kv_heads, i
           int(std::min<int64_t>(num_sms, std::numeric_limits<int>::max()))};
 }
 
-// Calls line(cta, position, tile) for every tile in the order of time.
+// Calls line(cta, position, tile) for every tile or part of one in the order of time.
 template <class Line>
-void each_tile(Question const& asked, Line line) {
+void each_tile(Question const& asked, TileOrder const& order, Line line) {
   Problem const& p = asked.problem;
-  TileOrder const order = plan_order(p, asked.row);
-  int const grid = std::min(order.num_tiles, asked.num_sms);
-  bool const counter = uses_counter(p, order, grid), keys = holds_keys(asked.row);
-  for (int32_t step = 0; int64_t(step) * grid < order.num_tiles; ++step) {
+  int const grid = std::min(order.positions, asked.num_sms);
+  bool const counter = uses_counter(p, order, asked.num_sms), keys = holds_keys(asked.row);
+  for (int32_t step = 0; int64_t(step) * grid < order.positions; ++step) {
     for (int32_t cta = 0; cta < grid; ++cta) {
       int64_t const position = counter ? int64_t(step) * grid + cta : static_position(cta, grid, step);
       // The kernels' own call: with keys, block 0 is the longest and comes first.
@@ -49,17 +46,19 @@ void each_tile(Question const& asked, Line line) {
   }
 }
 
-Tensor table(std::vector<int64_t> const& lines) {
-  Tensor result = empty_cpu({int64_t(lines.size() / kColumns), kColumns}, ScalarType::Long);
+Tensor table(std::vector<int64_t> const& lines, int columns) {
+  Tensor result = empty_cpu({int64_t(lines.size() / columns), columns}, ScalarType::Long);
   std::memcpy(result.data_ptr(), lines.data(), lines.size() * sizeof(int64_t));
   return result;
 }
 
 Tensor schedule_of_queries(Question const& asked) {
+  constexpr int kColumns = 8;
   Problem const& p = asked.problem;
   std::vector<int64_t> lines;
-  if (p.batch * p.heads == 0 || p.seqlen_q == 0) return table(lines);
-  each_tile(asked, [&](int cta, int64_t position, Tile const& tile) {
+  if (p.batch * p.heads == 0 || p.seqlen_q == 0) return table(lines, kColumns);
+  TileOrder const order = plan_order(p, asked.row, asked.num_sms);
+  each_tile(asked, order, [&](int cta, int64_t position, Tile const& tile) {
     for (int w = 0; w < asked.row.block_m / kRowsPerWarpgroup; ++w) {
       int32_t const begin = tile.block * asked.row.block_m + w * kRowsPerWarpgroup;
       KeyRange const keys = key_range(begin, begin + kRowsPerWarpgroup, int32_t(p.seqlen_q), int32_t(p.seqlen_k),
@@ -68,21 +67,24 @@ Tensor schedule_of_queries(Question const& asked) {
       lines.insert(lines.end(), {cta, position, w, begin, tile.head, tile.batch, keys.key_blocks, keys.unmasked});
     }
   });
-  return table(lines);
+  return table(lines, kColumns);
 }
 
 Tensor schedule_of_keys(Question const& asked) {
+  constexpr int kColumns = 11;
   Problem const& p = asked.problem;
   std::vector<int64_t> lines;
-  if (p.batch * p.heads == 0 || p.seqlen_q == 0 || p.seqlen_k == 0) return table(lines);
-  each_tile(asked, [&](int cta, int64_t position, Tile const& tile) {
+  if (p.batch * p.heads == 0 || p.seqlen_q == 0 || p.seqlen_k == 0) return table(lines, kColumns);
+  TileOrder const order = plan_order(p, asked.row, asked.num_sms);
+  each_tile(asked, order, [&](int cta, int64_t position, Tile const& tile) {
     int32_t const begin = tile.block * asked.row.block_n;
     QueryRange const queries = query_range(begin, begin + asked.row.block_n, int32_t(p.seqlen_q), int32_t(p.seqlen_k),
                                            p.causal, asked.row.block_m);
-    lines.insert(lines.end(),
-                 {cta, position, tile.block, tile.head, tile.batch, queries.first, queries.unmasked, queries.end});
+    StepRange const steps = steps_of(tile, order.parts, int32_t(p.heads / p.kv_heads) * (queries.end - queries.first));
+    lines.insert(lines.end(), {cta, position, tile.block, tile.head, tile.batch, queries.first, queries.unmasked,
+                               queries.end, tile.part, steps.begin, steps.end});
   });
-  return table(lines);
+  return table(lines, kColumns);
 }
 
 }  // namespace

@@ -11,9 +11,9 @@ namespace flash_attn3 {
 Tensor schedule(int64_t row, int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k,
                 bool causal, int64_t num_sms);
 
-// flash_attn3::schedule_backward, of any main kernel of a backward pass. Where CTAs hold keys, a line for each tile:
-// cta, position in the order, block of keys, key head, batch, first query block, first unmasked one, end; else as
-// above.
+// flash_attn3::schedule_backward, of any main kernel of a backward pass. Where CTAs hold keys, a line for each tile or
+// part of one: cta, position in the order, block of keys, key head, batch, first query block, first unmasked one, end,
+// part (-1: the whole tile), first step, end of the steps; else as above.
 Tensor schedule_backward(int64_t row, int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q,
                          int64_t seqlen_k, bool causal, int64_t num_sms);
 

@@ -10,12 +10,15 @@ namespace flash_attn3 {
 // Order in which a grid walks its tiles. A tile is (block, head, batch): a block of queries and a query head, or, for
 // the kernels that hold keys, a block of keys and a key head. Heads of all batches are numbered virtual_head = batch *
 // heads + head. Virtual heads are taken in groups whose operands stay in L2 together; inside a group every head shares
-// a block before the next block is taken, so that causal tiles come longest first.
+// a block before the next block is taken, so that causal tiles come longest first. A position of the order is a tile,
+// or, past the first `whole` ones, a part of a tile: those of the last round, which would not fill the GPU, may be cut.
 struct TileOrder {
   int32_t blocks;         // per head
   int32_t virtual_heads;  // batch * heads
   int32_t group;          // virtual heads a group
-  int32_t num_tiles;      // blocks * virtual_heads
+  int32_t whole;          // positions below it are whole tiles
+  int32_t parts;          // positions that each tile from there on takes, part after part; 1: none is cut
+  int32_t positions;      // of all tiles and parts
 };
 
 struct ForwardParams {
@@ -50,6 +53,11 @@ struct BackwardParams {
   float* delta;      // rowsum(dout * out) - dlse; 0 past seqlen_q
   float* dq_sums;    // only "backward": dq / scale in fp32, see kernels/backward/finish.h; zero before the kernel
   int32_t* counter;  // as in ForwardParams
+  // Of the tiles that the order cuts: dk / scale and dv of each part in fp32, [slot][part][warpgroup 2]
+  // [(head_dim + head_dim_v of the kernel) / 8][thread 128][4], and [slot][warpgroup 2], zero before the kernel, how
+  // many parts of a warpgroup's keys are there.
+  float* partial_sums;
+  int32_t* partial_counts;
   TileOrder order;
   int32_t batch;
   int32_t heads;
@@ -64,8 +72,8 @@ struct BackwardParams {
   float scale_log2;  // scale * log2(e)
   bool causal;       // bottom-right aligned
 
-  // Of the kernels before and after: "backward_prepare" fills lse_log2 and delta and zeroes `cleared` (dq_sums and the
-  // tile counters of the kernels that follow), "backward_finish" turns dq_sums into dq.
+  // Of the kernels before and after: "backward_prepare" fills lse_log2 and delta and zeroes `cleared` (dq_sums, and the
+  // counters of the kernels that follow), "backward_finish" turns dq_sums into dq.
   StridedTensor out, dout, dq;
   float const* lse;   // (batch, heads, seqlen_q)
   float const* dlse;  // null, or (batch, heads, seqlen_q) with these strides

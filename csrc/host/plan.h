@@ -27,11 +27,19 @@ bool is_op(KernelRow const& row, char const* op);
 // Whether a CTA holds a block of keys and walks queries; otherwise it holds queries and walks keys.
 bool holds_keys(KernelRow const& row);
 
-// Order of the tiles of a kernel. Their number must fit 31 bits.
-TileOrder plan_order(Problem const& problem, KernelRow const& row);
+// Order of the tiles of a kernel on so many SMs, and which tiles are cut. The positions must fit 31 bits.
+TileOrder plan_order(Problem const& problem, KernelRow const& row, int sms);
 
 // Whether CTAs take their tiles from a counter in global memory rather than by position: where tiles differ in length.
-bool uses_counter(Problem const& problem, TileOrder const& order, int grid);
+bool uses_counter(Problem const& problem, TileOrder const& order, int sms);
+
+// Of the tiles that an order cuts.
+struct PartialSums {
+  int64_t count;   // floats
+  int64_t counts;  // of parts that are there
+};
+
+PartialSums plan_partial_sums(TileOrder const& order, KernelRow const& row);
 
 // Entries of a row of lse_log2 and delta: any block of up to 192 rows that begins below seqlen_q may be read whole.
 int32_t statistics_stride(int64_t seqlen_q);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <cute/arch/util.hpp>
 
 #include <cstdint>
 #include <stdexcept>
@@ -9,11 +10,12 @@
 
 namespace flash_attn3 {
 
-// Dynamic shared memory starts 16-byte aligned; swizzled tiles need 1024.
+// Dynamic shared memory starts 16-byte aligned; swizzled tiles need 1024. An offset to the array, not a cast of an
+// integer: the compiler then knows that what is found through it lies in shared memory.
 template <class Storage>
 __device__ __forceinline__ Storage& shared_storage() {
   extern __shared__ uint8_t raw[];
-  return *reinterpret_cast<Storage*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  return *reinterpret_cast<Storage*>(raw + (-cute::cast_smem_ptr_to_uint(raw) & 1023));
 }
 
 template <class Storage, int kLimit, class Params>

@@ -31,4 +31,27 @@ struct PipelineState {
   }
 };
 
+// The asm statements of CUTLASS's barriers do not say that memory changes, so the compiler may move plain reads and
+// writes of shared memory over them. Who uses such goes through these.
+__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
+
+// The same number, but the compiler does not compute what follows from it ahead of a loop, to hold it in registers
+// there.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+template <class Barrier>
+__device__ __forceinline__ void wait_and_read(Barrier& barrier, uint32_t phase) {
+  barrier.wait(phase);
+  compiler_fence();
+}
+
+template <class Barrier>
+__device__ __forceinline__ void write_and_arrive(Barrier& barrier) {
+  compiler_fence();
+  barrier.arrive();
+}
+
 }  // namespace flash_attn3

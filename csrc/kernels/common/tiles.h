@@ -20,7 +20,7 @@ __device__ __forceinline__ int64_t next_position(int32_t* counter, int step) {
 
 // Tiles on their way from the producer to the consumers, in shared memory.
 // - full[i]: producer -> all consumers read the tile in slot i
-// - empty[i]: each consumer warp, after reading -> producer overwrites slot i
+// - empty[i]: each consumer warp, when it needs to look no more -> producer overwrites slot i
 struct TileSlots {
   static constexpr int kSlots = 2;
   cutlass::arch::ClusterBarrier full[kSlots];
@@ -37,27 +37,35 @@ struct TileSlots {
   // Tile number `count`, by the producer warp.
   __device__ __forceinline__ void give(Tile const next, int count, bool elected) {
     auto const slot = PipelineState<kSlots>::at(Role::kProducer, count);
-    empty[slot.stage].wait(slot.phase);
+    wait_and_read(empty[slot.stage], slot.phase);
     if (elected) {
       tile[slot.stage] = next;
-      full[slot.stage].arrive();
+      write_and_arrive(full[slot.stage]);
     }
   }
 
-  // Tile number `count`, by a consumer warp. Known to be uniform: loops, stages and WGMMA descriptors that come from it
-  // live in uniform registers.
-  __device__ __forceinline__ Tile take(int count) {
+  // Tile number `count`, by a consumer warp, which may look again until it releases it. Known to be uniform: loops,
+  // stages and WGMMA descriptors that come from it live in uniform registers.
+  __device__ __forceinline__ Tile look(int count) {
     auto const slot = PipelineState<kSlots>::at(Role::kConsumer, count);
-    full[slot.stage].wait(slot.phase);
+    wait_and_read(full[slot.stage], slot.phase);
     Tile next{};
-    __syncwarp();  // every lane has passed the wait, whose phase may be over once the slot is given back
-    if (threadIdx.x % 32 == 0) {
-      next = tile[slot.stage];
-      empty[slot.stage].arrive();
-    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) next = tile[slot.stage];
     next.block = __shfl_sync(0xffffffffu, next.block, 0);
     next.head = __shfl_sync(0xffffffffu, next.head, 0);
     next.batch = __shfl_sync(0xffffffffu, next.batch, 0);
+    next.part = __shfl_sync(0xffffffffu, next.part, 0);
+    next.slot = __shfl_sync(0xffffffffu, next.slot, 0);
+    return next;
+  }
+  __device__ __forceinline__ void release(int count) {
+    __syncwarp();  // every lane has passed the wait, whose phase may be over once the slot is given back
+    if (threadIdx.x % 32 == 0) write_and_arrive(empty[count % kSlots]);
+  }
+  __device__ __forceinline__ Tile take(int count) {
+    Tile const next = look(count);
+    release(count);
     return next;
   }
 };
@@ -78,7 +86,7 @@ __device__ __forceinline__ void load_rows(CUtensorMap const& map, Barrier& full,
 template <class Barrier>
 __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier.arrive();
+  if (threadIdx.x % 32 == 0) write_and_arrive(barrier);
 }
 
 }  // namespace flash_attn3

@@ -38,6 +38,7 @@ struct KeysConfig {
   // dQ^T by 64 columns each.
   static constexpr bool kTransposed = kBlockM != kWarpgroups * kRowsPerWarpgroup;
   static_assert(!kTransposed || kHeadDim == kWarpgroups * kRowsPerWarpgroup, "64 columns of dQ a warpgroup");
+  static_assert(!kTransposed || kChunk == kRowsPerWarpgroup, "... which are a chunk of K");
 
   using KeyTile = SharedTile<kBlockN, kChunk>;
   using QueryTile = SharedTile<kBlockM, kChunk>;
@@ -63,6 +64,24 @@ struct KeysConfig {
   static constexpr int kOutputChunk = kRowsPerWarpgroup * kChunk;
   static_assert((kHeadDim + kHeadDimV) / kChunk * kOutputChunk <= 4 * kRegionElements, "dV and dK fit");
   static constexpr int kSharedLimit = 232448;
+};
+
+// Where a tile's walk is: a query head of the group and a block. It begins at first_block and wraps at the range's end.
+struct Walk {
+  int head, block, start;
+
+  __device__ __forceinline__ Walk(QueryRange const& range, int key_block, int step, bool causal) {
+    int const count = range.end - range.first;
+    start = first_block(range, key_block, causal);
+    head = step / count;
+    block = start + step % count;
+    if (block >= range.end) block -= count;
+  }
+
+  __device__ __forceinline__ void advance(QueryRange const& range) {
+    if (++block == range.end) block = range.first;
+    if (block == start) ++head;
+  }
 };
 
 // Barriers in shared memory: who arrives -> who waits, and what the waiter may then do.
@@ -98,6 +117,7 @@ struct KeysStorage {
   Barrier score_full[Config::kScoreBuffers];
   Barrier score_empty[Config::kScoreBuffers];
   TileSlots tiles;
+  int parts_before[Config::kWarpgroups];  // of a cut tile, that were done when the last one of this CTA was
 };
 
 }  // namespace flash_attn3

@@ -1,8 +1,8 @@
 // A consumer warpgroup: 64 keys of a tile, queries walked block by block, for every query head of the group.
 //   S^T = K Q^T ; P = exp2(c S - lse) ; dP^T = V dO^T ; dV += P^T dO ; dS = P (dP - delta) ; dK += dS^T Q ; dQ = dS K
-// In a step a warpgroup issues S^T | exponentials | dP^T, dV | dS | dQ of the step before, dK | dQ leaves while dK
-// runs. dQ is a step late, so that nobody waits for the other warpgroup's dS^T, and the warpgroups take turns at the
-// exponentials, which keeps them half a step apart: one's arithmetic then lies under the other's GEMMs.
+// A step issues dP^T, dV | dS | dQ of the step before, dK | dQ leaves while dK runs | S^T of the next step |
+// exponentials. dQ is a step late, so that nobody waits for the other warpgroup's dS^T, and the warpgroups take turns
+// at the exponentials, which keeps them half a step apart: one's arithmetic then lies under the other's GEMMs.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -21,6 +21,7 @@ struct KeysConsumer {
   static constexpr int kKeys = Config::kHeadDim / 2;
   static constexpr int kValues = Config::kHeadDimV / 2;
   static constexpr int kQueries = Config::kQueryGradientColumns / 2;
+  static constexpr int kPreloaded = Config::kTransposed ? kBlockM / 16 : 1;  // pairs of statistics, see load_statistics
 
   BackwardParams const& params;
   Storage& storage;
@@ -35,18 +36,14 @@ struct KeysConsumer {
   __device__ __forceinline__ void run() {
     if (warpgroup == 1) pass_turn();
     for (int tiles = 0;; ++tiles) {
-      Tile const tile = storage.tiles.take(tiles);
-      if (tile.block < 0) break;
-      process(tile);
+      if (storage.tiles.look(tiles).block < 0) break;
+      process(tiles);
     }
     if (thread == 0) cute::tma_store_wait<0>();  // the buffers of dV and dK live as long as the CTA
   }
 
-  __device__ __forceinline__ auto query_state() const {
-    return PipelineState<Config::kQueryStages>::at(Role::kConsumer, step);
-  }
-  __device__ __forceinline__ auto gradient_state() const {
-    return PipelineState<Config::kGradientStages>::at(Role::kConsumer, step);
+  static __device__ __forceinline__ int query_stage(int of_step) {
+    return PipelineState<Config::kQueryStages>::at(Role::kConsumer, of_step).stage;
   }
 
   // Turn barrier w: warpgroup w waits, the other arrives. Both have the same number of steps, and one token goes to and
@@ -58,96 +55,136 @@ struct KeysConsumer {
     cutlass::arch::NamedBarrier::arrive(256, Config::kWarpgroups + (warpgroup ^ 1));
   }
 
-  __device__ __forceinline__ void process(Tile const tile) {
+  // Number `tiles` of the CTA. It is looked up again for the output: registers in the loop are scarce.
+  __device__ __forceinline__ void process(int tiles) {
+    float dk[kKeys], dv[kValues];
+    walk(storage.tiles.look(tiles), dk, dv);
+    Tile const tile = storage.tiles.look(tiles);
+    if (tile.part < 0 || sum_parts(tile, dk, dv)) store(tile, dk, dv);
+    storage.tiles.release(tiles);
+  }
+
+  // The loop is rotated: a step begins with its P in registers and ends with that of the next one. So the compiler does
+  // not move the exponentials past the issue of dP^T, and the barriers of what comes next are tested (there,
+  // next_there, empty, full) well before they are needed.
+  __device__ __forceinline__ void walk(Tile const tile, float (&dk)[kKeys], float (&dv)[kValues]) {
     int const key = tile.block * kBlockN;
     QueryRange const range = query_range(key, key + kBlockN, params.seqlen_q, params.seqlen_k, params.causal, kBlockM);
-    float dk[kKeys], dv[kValues];
-    if (range.first < range.end) {
-      walk(tile, key, range, dk, dv);
-      tile_phase ^= 1;
-    } else {
+    StepRange const steps = steps_of(tile, params.order.parts, params.heads_per_kv_head * (range.end - range.first));
+    if (steps.begin >= steps.end) {
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) dk[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kValues; ++i) dv[i] = 0.f;
+      return;
     }
-    store(tile, key, dk, dv);
-  }
-
-  __device__ __forceinline__ void walk(Tile const tile, int key, QueryRange const range, float (&dk)[kKeys],
-                                       float (&dv)[kValues]) {
-    int const first_step = step;
-    int const last_step = step + params.heads_per_kv_head * (range.end - range.first) - 1;
-    int block = range.first, head = tile.head * params.heads_per_kv_head;
-    int64_t sums = 0;  // where dQ of the step before goes
+    int remaining = steps.end - steps.begin;
+    bool first = true;
+    Walk at(range, tile.block, steps.begin, params.causal);
+    int64_t sums = sums_of(tile, at);  // where dQ of the step before goes; in the first step, of this one
+    float s[kScores];
+    uint32_t p[kScores / 2];
     storage.key_full.wait(tile_phase);
+    issue_scores(step, s, false);
+    bool there = probabilities(step, key, at.block, range, s, p);
 #pragma unroll 1
-    for (; step <= last_step; ++step) {
-      float s[kScores];
-      uint32_t p[kScores / 2], ds[kScores / 2];
-      bool const first = step == first_step;
-
-      storage.query_full[query_state().stage].wait(query_state().phase);
-      issue<typename Config::MmaScores>(own_rows<Config::kHeadDim>(storage.k), query_rows(), s, false);
-      cute::warpgroup_wait<0>();
-      fence_accumulators(s);
-      if (block < range.unmasked) mask(s, key, block);
-      take_turn();
-      exponentials(s, p);
-      storage.gradient_full[gradient_state().stage].wait(gradient_state().phase);
-      if (first) storage.value_full.wait(tile_phase);
+    for (;; ++step) {
+      bool const last = --remaining == 0;
       float dp[kScores];
-      issue<typename Config::MmaScores>(own_rows<Config::kHeadDimV>(storage.v), gradient_rows(), dp, false);
+      uint32_t ds[kScores / 2];
+      auto const gradient = PipelineState<Config::kGradientStages>::at(Role::kConsumer, step);
+      if (!there) storage.gradient_full[gradient.stage].wait(gradient.phase);
+      if (first) storage.value_full.wait(tile_phase);
+      issue<typename Config::MmaScores>(own_rows<Config::kHeadDimV>(storage.v), gradient_rows(gradient.stage), dp,
+                                        false);
       fence_accumulators(dv);
-      issue<typename Config::MmaValues>(register_operand<Element>(p), gradient_columns(), dv, !first);
-      pass_turn();
+      issue<typename Config::MmaValues>(register_operand<Element>(p), gradient_columns(gradient.stage), dv, !first);
+      float2 delta[kPreloaded];
+      load_statistics(storage.delta[gradient.stage], delta);
       cute::warpgroup_wait<1>();
       fence_accumulators(dp);
-      if (step == last_step) arrive_warp(storage.value_empty);
-      score_gradients(p, dp, ds);
+      if (last) {
+        arrive_warp(storage.value_empty);
+        if constexpr (!Config::kFused) arrive_warp(storage.key_empty);
+      }
+      bool empty = false, full = false;
+      if constexpr (Config::kFused) {
+        empty = storage.score_empty[step & 1].test_wait((step >> 1 & 1) ^ 1);
+        full = first || storage.score_full[(step - 1) & 1].test_wait((step - 1) >> 1 & 1);
+      }
+      score_gradients(p, dp, storage.delta[gradient.stage], delta, ds);
 
       float dq[kQueries];
       if constexpr (Config::kFused) {
         if (first) wait_left();
-        publish(ds);
-        if (!first) storage.score_full[(step - 1) & 1].wait((step - 1) >> 1 & 1);
+        publish(ds, empty);
+        if (!full) storage.score_full[(step - 1) & 1].wait((step - 1) >> 1 & 1);
         issue_queries(step - 1, dq);  // in the first step of something else, and goes nowhere
       }
       fence_accumulators(dk);
       issue<typename Config::MmaKeys>(register_operand<Element>(ds), query_columns(), dk, !first);
+      cute::warpgroup_wait<1>();
+      if constexpr (Config::kFused) fence_accumulators(dq);
+      fence_accumulators(dv);
+      arrive_warp(storage.gradient_empty[gradient.stage]);
+      auto const next = PipelineState<Config::kQueryStages>::at(Role::kConsumer, step + 1);
+      bool const next_there = storage.query_full[next.stage].test_wait(next.phase);
       if constexpr (Config::kFused) {
-        cute::warpgroup_wait<1>();
-        fence_accumulators(dq);
-        fence_accumulators(dv);
-        if (!first) arrive_warp(storage.score_empty[(step - 1) & 1]);
-        arrive_warp(storage.gradient_empty[gradient_state().stage]);
-        if (!first) add(sums, dq);
-        cute::warpgroup_wait<0>();
-      } else {
-        cute::warpgroup_wait<0>();
-        fence_accumulators(dv);
-        arrive_warp(storage.gradient_empty[gradient_state().stage]);
+        if (!first) {
+          arrive_warp(storage.score_empty[(step - 1) & 1]);
+          add(sums, dq);
+        }
       }
+      cute::warpgroup_wait<0>();
       fence_accumulators(dk);
-      arrive_warp(storage.query_empty[query_state().stage]);
-      if constexpr (Config::kFused) sums = sums_of(block, head, tile.batch);
-      if (++block == range.end) {
-        block = range.first;
-        ++head;
+      arrive_warp(storage.query_empty[query_stage(step)]);
+      if constexpr (Config::kFused) {
+        if (!first) sums += from_the_step_before(at, range);
       }
+      first = false;
+      if (last) break;
+      at.advance(range);
+      issue_scores(step + 1, s, next_there);
+      there = probabilities(step + 1, key, at.block, range, s, p);
     }
     if constexpr (Config::kFused) {
       float dq[kQueries];
-      storage.score_full[last_step & 1].wait(last_step >> 1 & 1);
-      issue_queries(last_step, dq);
+      storage.score_full[step & 1].wait(step >> 1 & 1);
+      issue_queries(step, dq);
       cute::warpgroup_wait<0>();
       fence_accumulators(dq);
-      arrive_warp(storage.score_empty[last_step & 1]);
+      arrive_warp(storage.score_empty[step & 1]);
       arrive_warp(storage.key_empty);
       add(sums, dq);
-    } else {
-      arrive_warp(storage.key_empty);
     }
+    ++step;
+    tile_phase ^= 1;
+  }
+
+  // S^T of a step, when its Q is there.
+  __device__ __forceinline__ void issue_scores(int of_step, float (&s)[kScores], bool there) {
+    auto const state = PipelineState<Config::kQueryStages>::at(Role::kConsumer, of_step);
+    if (!there) storage.query_full[state.stage].wait(state.phase);
+    issue<typename Config::MmaScores>(
+        own_rows<Config::kHeadDim>(storage.k),
+        Config::QueryTile::template sum_over_columns<Config::kHeadDim>(storage.q[state.stage]), s, false);
+  }
+
+  // Waits for S^T and turns it into P, in turns. Returns whether dO of the step is there already.
+  __device__ __forceinline__ bool probabilities(int of_step, int key, int block, QueryRange const range,
+                                                float (&s)[kScores], uint32_t (&p)[kScores / 2]) {
+    float const* const rows = storage.lse_log2[query_stage(of_step)];
+    float2 lse[kPreloaded];
+    load_statistics(rows, lse);
+    cute::warpgroup_wait<0>();
+    fence_accumulators(s);
+    if (block < range.unmasked) mask(s, key, block);
+    auto const gradient = PipelineState<Config::kGradientStages>::at(Role::kConsumer, of_step);
+    bool const there = storage.gradient_full[gradient.stage].test_wait(gradient.phase);
+    take_turn();
+    exponentials(s, rows, lse, p);
+    pass_turn();
+    return there;
   }
 
   // Operands. The warpgroup's own 64 keys, and the block of queries by rows or by columns.
@@ -156,17 +193,14 @@ struct KeysConsumer {
     return Config::KeyTile::template sum_over_columns<kColumns>(tile +
                                                                 warpgroup * (kRowsPerWarpgroup * Config::kChunk));
   }
-  __device__ __forceinline__ auto query_rows() const {
-    return Config::QueryTile::template sum_over_columns<Config::kHeadDim>(storage.q[query_state().stage]);
-  }
   __device__ __forceinline__ auto query_columns() const {
-    return Config::QueryTile::template sum_over_rows<kBlockM>(storage.q[query_state().stage]);
+    return Config::QueryTile::template sum_over_rows<kBlockM>(storage.q[query_stage(step)]);
   }
-  __device__ __forceinline__ auto gradient_rows() const {
-    return Config::QueryTile::template sum_over_columns<Config::kHeadDimV>(storage.dout[gradient_state().stage]);
+  __device__ __forceinline__ auto gradient_rows(int stage) const {
+    return Config::QueryTile::template sum_over_columns<Config::kHeadDimV>(storage.dout[stage]);
   }
-  __device__ __forceinline__ auto gradient_columns() const {
-    return Config::QueryTile::template sum_over_rows<kBlockM>(storage.dout[gradient_state().stage]);
+  __device__ __forceinline__ auto gradient_columns(int stage) const {
+    return Config::QueryTile::template sum_over_rows<kBlockM>(storage.dout[stage]);
   }
 
   // dQ of a step, this warpgroup's half: 64 queries, or 64 columns of dQ^T.
@@ -201,7 +235,7 @@ struct KeysConsumer {
     }
   }
 
-  // The statistic of the two rows that accumulators 4 j .. 4 j + 3 belong to. Volatile, so that the compiler does not
+  // The statistics of the two rows that accumulators 4 j .. 4 j + 3 belong to. Volatile, so that the compiler does not
   // load all of them ahead into registers that are not there.
   __device__ __forceinline__ float2 statistic(float const* rows, int j) const {
     float2 pair;
@@ -210,13 +244,18 @@ struct KeysConsumer {
                  : "r"(cute::cast_smem_ptr_to_uint(rows + 8 * j + thread % 4 * 2)));
     return pair;
   }
+  // As many as there are registers for, before the accumulators are waited for: their latency would follow it.
+  __device__ __forceinline__ void load_statistics(float const* rows, float2 (&pairs)[kPreloaded]) const {
+#pragma unroll
+    for (int j = 0; j < kPreloaded; ++j) pairs[j] = statistic(rows, j);
+  }
 
-  __device__ __forceinline__ void exponentials(float const (&s)[kScores], uint32_t (&p)[kScores / 2]) const {
-    float const* const lse = storage.lse_log2[query_state().stage];
+  __device__ __forceinline__ void exponentials(float const (&s)[kScores], float const* rows,
+                                               float2 const (&lse)[kPreloaded], uint32_t (&p)[kScores / 2]) const {
     float const c = params.scale_log2;
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-      float2 const l = statistic(lse, j);
+      float2 const l = j < kPreloaded ? lse[j] : statistic(rows, j);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int const i = 4 * j + 2 * r;
@@ -227,11 +266,11 @@ struct KeysConsumer {
 
   // dS = P (dP - delta) with P from its 16-bit words, so that it need not stay in fp32 beside them.
   __device__ __forceinline__ void score_gradients(uint32_t const (&p)[kScores / 2], float const (&dp)[kScores],
+                                                  float const* rows, float2 const (&delta)[kPreloaded],
                                                   uint32_t (&ds)[kScores / 2]) const {
-    float const* const delta = storage.delta[gradient_state().stage];
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-      float2 const d = statistic(delta, j);
+      float2 const d = j < kPreloaded ? delta[j] : statistic(rows, j);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int const i = 4 * j + 2 * r;
@@ -248,21 +287,22 @@ struct KeysConsumer {
 
   // STSM.x4 stores 16 rows x 16 columns a warp: lane l holds the address of row l % 16, left or right 8 columns.
   template <int kUnits>
-  __device__ __forceinline__ void store_matrices(Element* rows, int unit, uint32_t const (&words)[4]) const {
-    int const row = thread / 32 * 16 + thread % 16;
+  __device__ __forceinline__ void store_matrices(int own, Element* rows, int unit, uint32_t const (&words)[4]) const {
+    int const row = own / 32 * 16 + own % 16;
     int const swizzle = kUnits == 8 ? row % 8 : row / 2 % 4;
     cute::SM90_U32x4_STSM_N::copy(
         words[0], words[1], words[2], words[3],
-        reinterpret_cast<cute::uint128_t*>(rows)[row * kUnits + ((unit + thread % 32 / 16) ^ swizzle)]);
+        reinterpret_cast<cute::uint128_t*>(rows)[row * kUnits + ((unit + own % 32 / 16) ^ swizzle)]);
   }
 
   // dS^T of this step into its buffer, for both warpgroups.
-  __device__ __forceinline__ void publish(uint32_t const (&ds)[kScores / 2]) {
-    wait_empty(step);
+  __device__ __forceinline__ void publish(uint32_t const (&ds)[kScores / 2], bool empty) {
+    if (!empty) wait_empty(step);
 #pragma unroll
     for (int i = 0; i < kBlockM / 16; ++i) {
       uint32_t const words[4] = {ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]};
-      store_matrices<8>(region(0) + (step & 1) * Config::kScoreElements + i / 4 * (kBlockN * 64), i % 4 * 2, words);
+      store_matrices<8>(thread, region(0) + (step & 1) * Config::kScoreElements + i / 4 * (kBlockN * 64), i % 4 * 2,
+                        words);
     }
     cutlass::arch::fence_view_async_shared();
     arrive_warp(storage.score_full[step & 1]);
@@ -274,9 +314,18 @@ struct KeysConsumer {
   }
 
   // Start of a block in dq_sums.
-  __device__ __forceinline__ int64_t sums_of(int block, int head, int batch) const {
+  __device__ __forceinline__ int64_t sums_of(Tile const tile, Walk const at) const {
+    int const head = tile.head * params.heads_per_kv_head + at.head;
     int const blocks = ceil_div(params.seqlen_q, kBlockM);
-    return ((int64_t(batch) * params.heads + head) * blocks + block) * (kBlockM * Config::kHeadDim);
+    return ((int64_t(tile.batch) * params.heads + head) * blocks + at.block) * (kBlockM * Config::kHeadDim);
+  }
+
+  // From the block before the present one to the present one, in dq_sums.
+  __device__ __forceinline__ int64_t from_the_step_before(Walk const at, QueryRange const range) const {
+    int blocks = 1;
+    if (at.block == range.first) blocks -= range.end - range.first;
+    if (at.block == at.start) blocks += ceil_div(params.seqlen_q, kBlockM);
+    return int64_t(blocks) * (kBlockM * Config::kHeadDim);
   }
 
   // Fragment order (params.h): four accumulators of a thread are 16 bytes, those of a warp 512 contiguous ones.
@@ -290,19 +339,69 @@ struct KeysConsumer {
     }
   }
 
+  // A part of a cut tile: leaves its dK and dV in fp32. The part that comes last sums all in their order, whoever it
+  // is, and returns true. Each warpgroup does so for its own keys.
+  __device__ __forceinline__ bool sum_parts(Tile const tile, float (&dk)[kKeys], float (&dv)[kValues]) {
+    constexpr int64_t kPartFloats = kBlockN * (Config::kHeadDim + Config::kHeadDimV);
+    int const parts = params.order.parts;
+    float* const slot = params.partial_sums + int64_t(tile.slot) * parts * kPartFloats + warpgroup * (kPartFloats / 2) +
+                        opaque(thread) * 4;
+    float* const own = slot + tile.part * kPartFloats;
+    write_fragments(own, dk);
+    write_fragments(own + kKeys * 128, dv);
+    compiler_fence();
+    cutlass::arch::NamedBarrier::sync(128, warpgroup);
+    if (thread == 0) {
+      __threadfence();  // releases what the barrier has shown this thread, the writes of all
+      storage.parts_before[warpgroup] = atomicAdd(params.partial_counts + tile.slot * 2 + warpgroup, 1);
+      __threadfence();  // and acquires those of the other parts
+    }
+    compiler_fence();
+    cutlass::arch::NamedBarrier::sync(128, warpgroup);
+    compiler_fence();
+    if (storage.parts_before[warpgroup] != parts - 1) return false;
+    sum_fragments(slot, parts, dk);
+    sum_fragments(slot + kKeys * 128, parts, dv);
+    return true;
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void write_fragments(float* target, float const (&values)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      __stcg(reinterpret_cast<float4*>(target + i * 128),
+             make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]));
+    }
+  }
+  template <int kCount>
+  static __device__ __forceinline__ void sum_fragments(float const* first, int parts, float (&values)[kCount]) {
+    constexpr int64_t kPartFloats = kBlockN * (Config::kHeadDim + Config::kHeadDimV);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = 0.f;
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part, first += kPartFloats) {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+        float4 const more = __ldcg(reinterpret_cast<float4 const*>(first + i * 128));
+        values[i] += more.x, values[i + 1] += more.y, values[i + 2] += more.z, values[i + 3] += more.w;
+      }
+    }
+  }
+
   // dV and scale * dK through shared memory and TMA, which clips rows and columns outside the tensors.
-  __device__ __forceinline__ void store(Tile const tile, int key, float (&dk)[kKeys], float (&dv)[kValues]) {
+  __device__ __forceinline__ void store(Tile const tile, float (&dk)[kKeys], float (&dv)[kValues]) {
     if constexpr (Config::kFused) {
       wait_empty(step);
       wait_empty(step + 1);
     }
     wait_left();
     constexpr int kValueChunks = Config::kHeadDimV / Config::kChunk;
-    stage<0>(dv, 1.f);
-    stage<kValueChunks>(dk, params.scale);
+    int const own = opaque(thread);
+    stage<0>(own, dv, 1.f);
+    stage<kValueChunks>(own, dk, params.scale);
     cute::tma_store_fence();
     cutlass::arch::NamedBarrier::sync(128, warpgroup);
-    int const row = key + warpgroup * kRowsPerWarpgroup;
+    int const row = tile.block * kBlockN + warpgroup * kRowsPerWarpgroup;
     if (thread == 0) {
 #pragma unroll
       for (int i = 0; i < kValueChunks; ++i) {
@@ -330,7 +429,7 @@ struct KeysConsumer {
   }
 
   template <int kFirstChunk, int kCount>
-  __device__ __forceinline__ void stage(float const (&values)[kCount], float factor) const {
+  __device__ __forceinline__ void stage(int own, float const (&values)[kCount], float factor) const {
 #pragma unroll
     for (int i = 0; i < kCount; i += 8) {
       uint32_t words[4];
@@ -339,7 +438,7 @@ struct KeysConsumer {
         words[j] = Packed<Element>::pack(values[i + 2 * j] * factor, values[i + 2 * j + 1] * factor);
       }
       int const column = i * 2;
-      store_matrices<Config::kChunk / 8>(chunk(kFirstChunk + column / Config::kChunk), column % Config::kChunk / 8,
+      store_matrices<Config::kChunk / 8>(own, chunk(kFirstChunk + column / Config::kChunk), column % Config::kChunk / 8,
                                          words);
     }
   }

@@ -34,20 +34,18 @@ struct KeysProducer {
   __device__ __forceinline__ void load(Tile const tile) {
     int const key = tile.block * kBlockN;
     QueryRange const range = query_range(key, key + kBlockN, params.seqlen_q, params.seqlen_k, params.causal, kBlockM);
-    bool first = true;
+    StepRange const steps = steps_of(tile, params.order.parts, params.heads_per_kv_head * (range.end - range.first));
+    if (steps.begin >= steps.end) return;
+    Walk at(range, tile.block, steps.begin, params.causal);
 #pragma unroll 1
-    for (int g = 0; g < params.heads_per_kv_head; ++g) {
-      int const head = tile.head * params.heads_per_kv_head + g;
-#pragma unroll 1
-      for (int block = range.first; block < range.end; ++block) {
-        load_queries(block, head, tile.batch);
-        if (first) load_values(key, tile);
-        load_gradients(block, head, tile.batch);
-        if (first) load_keys(key, tile);
-        first = false;
-      }
+    for (int i = steps.begin; i < steps.end; ++i, at.advance(range)) {
+      int const head = tile.head * params.heads_per_kv_head + at.head;
+      load_queries(at.block, head, tile.batch);
+      if (i == steps.begin) load_values(key, tile);
+      load_gradients(at.block, head, tile.batch);
+      if (i == steps.begin) load_keys(key, tile);
     }
-    if (!first) tile_phase ^= 1;
+    tile_phase ^= 1;
   }
 
   __device__ __forceinline__ void load_keys(int key, Tile const tile) {

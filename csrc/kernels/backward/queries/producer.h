@@ -79,7 +79,7 @@ struct QueriesRowMover {
   bool const elected;
   PipelineState<Config::kRowBuffers> row_state{Role::kProducer};
   PipelineState<1> output_state{Role::kConsumer};
-  static constexpr Tile kNone = {-1, 0, 0};
+  static constexpr Tile kNone = {-1, 0, 0, -1, 0};
   Tile leaving[Config::kRowBuffers];  // tiles whose dQ has not been stored, oldest first
 
   __device__ __forceinline__ QueriesRowMover(BackwardParams const& p, QueriesStorage<Config>& s, int wg, bool one)

@@ -56,7 +56,7 @@ struct WideKeysConfig {
   static constexpr int kChunkElements = kBlockN * kChunk;  // of a gradient
   static constexpr int kFreeBytes = kSharedLimit - kBlockN * (kHeadDim + kHeadDimV) * 2 -
                                     kBuffers * kBlockElements * 2 - 2 * kBlockN * kBlockM * 2 - kBuffers * kBlockM * 4 -
-                                    2048;  // alignment, barriers
+                                    1536;  // alignment; barriers and tile slots
   static constexpr int kValueGradientBuffers = kFreeBytes >= 2 * kChunkElements * 2 ? 2 : 1;
 };
 

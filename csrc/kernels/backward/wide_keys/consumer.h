@@ -53,6 +53,7 @@ struct WideKeysConsumer {
 
   // lse_log2 or delta of a thread's queries: element i of accumulators 4 * i to 4 * i + 3.
   __device__ __forceinline__ void read_statistics(int buffer, float2 (&columns)[kAtoms]) const {
+    compiler_fence();
 #pragma unroll
     for (int i = 0; i < kAtoms; ++i) {
       columns[i] = *reinterpret_cast<float2 const*>(&storage.statistics[buffer][i * 8 + first_column()]);
@@ -65,13 +66,16 @@ struct WideKeysConsumer {
     for (int i = 0; i < kWords; i += 4) {
       storage.exchange[which][i / 4][thread] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
     }
+    compiler_fence();
   }
   __device__ __forceinline__ void get(int which, uint32_t (&words)[kWords]) const {
+    compiler_fence();
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
       uint4 const piece = storage.exchange[which][i / 4][thread];
       words[i] = piece.x, words[i + 1] = piece.y, words[i + 2] = piece.z, words[i + 3] = piece.w;
     }
+    compiler_fence();
   }
 
   // A gradient of the tile's keys through shared memory and TMA, which clips rows and columns outside the tensor, a
