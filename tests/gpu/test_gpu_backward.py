@@ -57,14 +57,16 @@ def test_table_has_every_tile_family():
 @all_dims
 @pytest.mark.parametrize("seqlen", TAILS)
 def test_tails(seqlen, dims, causal):
-    check_gradients(*inputs(2, seqlen, seqlen, 2, 1, *dims), causal=causal)
+    # The limit is twice the largest error of the formula in 16 bits: of a few rows that may be small by chance.
+    check_gradients(*inputs(2 if seqlen > 16 else 32, seqlen, seqlen, 2, 1, *dims), causal=causal)
 
 
 @both_masks
 @all_dims
 @pytest.mark.parametrize("seqlen", FP16_TAILS)
 def test_tails_fp16(seqlen, dims, causal):
-    check_gradients(*inputs(2, seqlen, seqlen, 2, 1, *dims, dtype=torch.float16), causal=causal)
+    batch = 2 if seqlen > 16 else 32
+    check_gradients(*inputs(batch, seqlen, seqlen, 2, 1, *dims, dtype=torch.float16), causal=causal)
 
 
 @both_masks
@@ -336,11 +338,17 @@ def test_bad_rows_stay_in_their_head(dims, bad):
     """A bad row of q or dout reaches its own dq, and dk and dv of the keys of its head; nothing else."""
     q, k, v = inputs(2, 300, 400, 4, 2, *dims)
     dout = harness.gradient_of_out(q, v)
-    want = backward(q, k, v, dout, deterministic=True)
+    saved = attend(q, k, v)
+    want = backward(q, k, v, dout, deterministic=True, saved=saved)
+    # out and lse of a bad row of q are NaN. The others' are those of the good q: beside a bad row the forward takes its
+    # exact step, which rounds differently.
+    out, lse = (x.clone() for x in saved)
+    out[1, 77, 2], lse[1, 2, 77] = torch.nan, torch.nan
     for which in range(2):
         tensors = [q.clone(), dout.clone()]
         tensors[which][1, 77, 2] = bad
-        dq, dk, dv = backward(tensors[0], k, v, tensors[1], deterministic=True)
+        results = saved if which else (out, lse)
+        dq, dk, dv = backward(tensors[0], k, v, tensors[1], deterministic=True, saved=results)
         assert dq[1, 77, 2].isnan().any()
         dq[1, 77, 2] = want[0][1, 77, 2]
         dk[1, :, 1], dv[1, :, 1] = want[1][1, :, 1], want[2][1, :, 1]

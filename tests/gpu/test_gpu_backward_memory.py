@@ -30,7 +30,9 @@ def check_against_copies(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: 
     for mode in set(harness.modes(q, k, v, causal)) - {True}:
         fused = backward(q, k, v, dout, None, causal, deterministic=mode, saved=saved)
         for x, y in zip(fused, got, strict=True):
-            assert (x.float() - y.float()).abs().max() <= 2.0**-6 * y.abs().max()
+            # Of equal keys the true dq is 0 and what is left is rounding, of terms around 1.
+            least = 1.0 if k.stride(1) == 0 else 0.0
+            assert (x.float() - y.float()).abs().max() <= 2.0**-6 * y.abs().max().clamp(min=least)
 
 
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])

@@ -339,3 +339,14 @@ def test_operator_refuses_a_scale_or_gradients_that_do_not_fit():
             grads[which] = change(grads[which])
             with pytest.raises((RuntimeError, ValueError)):
                 torch.ops.flash_attn3.backward_out(*tensors, *grads, 0.125, False, False)
+
+
+def test_separate_kernels_at_short_lengths(monkeypatch):
+    """The library's own choice: no sums of dQ where sequences are short, one kernel where they are long."""
+    monkeypatch.delenv("FLASH_ATTN3_BACKWARD")
+    for seqlen, causal, separate in ((512, False, True), (1024, True, True), (1024, False, False), (2048, True, False)):
+        q, k, v = inputs(1, seqlen, seqlen, 2, 2, 128)
+        rows = harness.backward_rows(q, k, v, causal, False)
+        assert rows[1].startswith("backward_keys" if separate else "backward_bf16")
+        assert harness.modes(q, k, v, causal) == ([True] if separate else [False, True])
+        harness.check_gradients(q, k, v, causal=causal, deterministic=False)
