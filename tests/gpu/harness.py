@@ -6,8 +6,9 @@ after: a result that other rows or the portable backend computed is a failure, h
 
 import json
 import os
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -20,8 +21,26 @@ import flash_attn3
 from flash_attn3 import ops
 
 DEVICE = "cuda"
+SLEEP_CYCLES = 400_000_000  # of torch.cuda._sleep: about 0.2 s at 2 GHz
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))  # one tile family each
+
+# Query and key lengths around the edges of tiles; head dims between those of the table, and those that no TMA box has.
+LENGTH_PAIRS = (
+    (1, 80),
+    (1, 1000),
+    (65, 1),
+    (64, 300),
+    (129, 64),
+    (192, 1025),
+    (200, 513),
+    (257, 81),
+    (300, 100),
+    (513, 200),
+    (1000, 3),
+)
+BETWEEN_DIMS = (8, 16, 24, 32, 40, 56, 72, 80, 88, 104, 112, 136, 160, 176, 184, 200, 208, 224, 240, 248)
+UNALIGNED_DIMS = (1, 5, 33, 67, 100, 129, 190, 250)
 
 # LSE is fp32 from the scores on: WGMMA sums in fp32 with truncation, ex2.approx errs by 1e-7. The error of large scores
 # is relative, hence the second part.
@@ -292,3 +311,19 @@ def reference_gradients(
 def assert_close_gradients(got: Sequence[Tensor], refs: Gradients, bases: Gradients, what: str = "") -> None:
     for name, *values in zip(("dq", "dk", "dv"), got, refs, bases, strict=True):
         oracle.assert_close(what + name, *values, GRADIENT_FLOOR)
+
+
+def assert_nothing_waits(calls: Callable[[], None], limit: float) -> None:
+    """Runs `calls` behind a busy GPU: none of them may synchronise, or take `limit` seconds because it waits."""
+    calls()  # loads the kernels and fills the caching allocator, which may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin = time.perf_counter()
+        calls()
+        took = time.perf_counter() - begin
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert took < limit, f"the calls took {took:.3f} s while the GPU was kept busy: something waited for it"

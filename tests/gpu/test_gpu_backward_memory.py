@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import DEVICE, attend, backward, backward_rows, equal, gradient_of_lse, gradient_of_out, inputs, ran, randn
 from torch import Tensor
-from views import VIEWS, WRITABLE_VIEWS, name_of
+from views import VIEWS, WRITABLE_VIEWS, far_apart, name_of
 
 BATCH, SEQLEN, HEADS, KV_HEADS = 2, 200, 4, 2
 GUARD = 7.0
@@ -270,14 +270,7 @@ def test_batches_past_two_to_the_31_elements():
 @pytest.mark.parametrize("dim", ["batch", "rows", "heads"])
 def test_strides_past_two_to_the_31_elements(dim):
     """Views whose last element lies more than 2^31 elements behind their first, for every input and gradient."""
-    shape = (2, 130, 2, 64)
-    strides = {
-        "batch": (2**31 + 4096, 128, 64, 1),
-        "rows": (64 * 200 + 2**31, 2**24 + 512, 64, 1),
-        "heads": (64 * 200, 64, 2**31 + 64 * 1000, 1),
-    }[dim]
-    span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-    view = torch.empty(span, dtype=torch.bfloat16, device=DEVICE).as_strided(shape, strides)
+    view = far_apart(dim)
     q, k, v = inputs(2, 130, 130, 2, 2, 64)
     dout, saved = gradient_of_out(q, v), attend(q, k, v, True)
     want = backward(q, k, v, dout, None, True, deterministic=True, saved=saved)

@@ -7,7 +7,6 @@ sums of dq.
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import harness
@@ -17,7 +16,6 @@ from harness import DEVICE, HEAD_DIMS, attend, backward, backward_rows, equal, g
 
 import flash_attn3
 
-SLEEP_CYCLES = 400_000_000  # about 0.2 s at 2 GHz
 REPEATS = 1000
 
 WITHOUT_CACHING = """
@@ -143,7 +141,7 @@ def test_side_stream_is_used(dims, deterministic):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES // 10)
+        torch.cuda._sleep(harness.SLEEP_CYCLES // 10)
         for x, y in zip(late, tensors, strict=True):
             x.copy_(y)
         result = [x.clone() for x in backward(*late[:4], None, True, None, deterministic, tuple(late[4:]))]
@@ -200,18 +198,7 @@ def test_nothing_waits_on_the_host():
                 out = flash_attn3.flash_attn_func(*leaves, deterministic=deterministic)
                 torch.autograd.grad(out.sum(), leaves)
 
-    calls()  # loads the kernels and fills the caching allocator, which may wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(SLEEP_CYCLES)
-        begin = time.perf_counter()
-        calls()
-        took = time.perf_counter() - begin
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert took < 0.1, f"the calls took {took:.3f} s while the GPU was kept busy: something waited for it"
+    harness.assert_nothing_waits(calls, 0.1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -7,26 +7,24 @@ import random
 
 import pytest
 import torch
-from harness import DEVICE, DTYPES, HEAD_DIMS, attend, check, equal, inputs, ran, row_of
+from harness import (
+    BETWEEN_DIMS,
+    DEVICE,
+    DTYPES,
+    HEAD_DIMS,
+    LENGTH_PAIRS,
+    UNALIGNED_DIMS,
+    attend,
+    check,
+    equal,
+    inputs,
+    ran,
+    row_of,
+)
 
 import flash_attn3
 
 TAILS = (1, 63, 64, 65, 79, 80, 81, 95, 97, 127, 128, 129, 176, 191, 192, 193, 255, 256, 257)
-LENGTH_PAIRS = (
-    (1, 80),
-    (1, 1000),
-    (65, 1),
-    (64, 300),
-    (129, 64),
-    (192, 1025),
-    (200, 513),
-    (257, 81),
-    (300, 100),
-    (513, 200),
-    (1000, 3),
-)
-BETWEEN_DIMS = (8, 16, 24, 32, 40, 56, 72, 80, 88, 104, 112, 136, 160, 176, 184, 200, 208, 224, 240, 248)
-UNALIGNED_DIMS = (1, 5, 33, 67, 100, 129, 190, 250)
 UNEQUAL_DIMS = (
     *((40, 80), (64, 128), (128, 64), (96, 200), (192, 64)),
     *((160, 128), (136, 104), (256, 64), (64, 256), (100, 33)),

@@ -6,7 +6,6 @@ A kernel that waits on the host, keeps scratch between calls or uses another str
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import harness
@@ -15,8 +14,6 @@ import torch
 from harness import DEVICE, HEAD_DIMS, attend, equal, inputs, ran, row_of
 
 import flash_attn3
-
-SLEEP_CYCLES = 400_000_000  # about 0.2 s at 2 GHz
 
 FIRST_CALL = """
 import torch, flash_attn3
@@ -65,7 +62,7 @@ def test_side_stream_is_used(dims):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES // 10)
+        torch.cuda._sleep(harness.SLEEP_CYCLES // 10)
         for x, y in zip(late, (q, k, v), strict=True):
             x.copy_(y)
         out, lse = attend(*late, True)
@@ -120,18 +117,7 @@ def test_nothing_waits_on_the_host():
             flash_attn3.flash_attn_func(odd, odd, odd, causal=causal)
             torch.ops.flash_attn3.forward_out(q, k, v, out, 0.1, causal)
 
-    calls()  # loads the kernels and fills the caching allocator, which may wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(SLEEP_CYCLES)
-        begin = time.perf_counter()
-        calls()
-        took = time.perf_counter() - begin
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert took < 0.05, f"the calls took {took:.3f} s while the GPU was kept busy: something waited for it"
+    harness.assert_nothing_waits(calls, 0.05)
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)

@@ -1,9 +1,10 @@
-"""Views of random tensors, by how they lie in memory: every maker takes (batch, seqlen, heads, dim, key).
+"""Views by how they lie in memory: every maker of VIEWS takes (batch, seqlen, heads, dim, key) and is random.
 
 The expanded ones overlap themselves, so they can be read only.
 """
 
-from harness import randn
+import torch
+from harness import DEVICE, randn
 from torch import Tensor
 
 
@@ -75,3 +76,15 @@ WRITABLE_VIEWS = tuple(view for view in VIEWS if not view.__name__.startswith("e
 
 def name_of(value: object) -> str | None:
     return getattr(value, "__name__", None)
+
+
+def far_apart(dim: str) -> Tensor:
+    """(2, 130, 2, 64) whose last element lies more than 2^31 elements behind its first, along batch, rows or heads."""
+    shape = (2, 130, 2, 64)
+    strides = {
+        "batch": (2**31 + 4096, 128, 64, 1),
+        "rows": (64 * 200 + 2**31, 2**24 + 512, 64, 1),
+        "heads": (64 * 200, 64, 2**31 + 64 * 1000, 1),
+    }[dim]
+    span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    return torch.empty(span, dtype=torch.bfloat16, device=DEVICE).as_strided(shape, strides)
