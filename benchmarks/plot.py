@@ -1,6 +1,6 @@
 """Draws a record: one PNG an op, TFLOP/s by sequence length, one panel a head dim; solid not causal, dashed causal.
 
-Our deterministic mode is a line of its own.
+Our deterministic mode is a line of its own. Packed batches are bars, forward and backward in one PNG.
 
 usage: python -m benchmarks.plot [RECORD] [--out FOLDER]      (needs matplotlib)
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import RECORD, RESULTS, report
-from benchmarks.cells import Cell
+from benchmarks.cells import TOKENS, UNBOUNDED, Cell
 
 COLORS = {
     "flash_attn3": "#d62728",
@@ -28,6 +28,8 @@ def series(record: dict, op: str) -> dict[str, dict[tuple[str, bool], list[tuple
     panels: dict = {}
     for cell, providers in report.by_cell(record["cells"]).items():
         if (cell.op, cell.dtype, cell.graph) != (op, "bf16", False) or cell.heads != cell.kv_heads:
+            continue
+        if cell.window != UNBOUNDED or cell.batch * cell.seqlen_q != TOKENS:
             continue
         for name, row in providers.items():
             lines = panels.setdefault(panel_name(cell), {})
@@ -76,6 +78,44 @@ def draw(record: dict, op: str, path: Path) -> bool:
     return True
 
 
+def draw_packed(record: dict, path: Path) -> bool:
+    """Writes the PNG of the packed batches; False if the record has none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    grouped = {cell: rows for cell, rows in report.by_cell(record["cells"]).items() if cell.packed}
+    ops = list(dict.fromkeys(cell.op for cell in grouped))
+    if not ops:
+        return False
+    figure, axes = pyplot.subplots(1, len(ops), figsize=(6 * len(ops), 4.2), squeeze=False, layout="constrained")
+    for axis, op in zip(axes[0], ops, strict=True):
+        batches = [(cell, rows) for cell, rows in grouped.items() if cell.op == op]
+        names = list(dict.fromkeys(name for _, rows in batches for name in rows))
+        width = 0.8 / len(names)
+        for index, name in enumerate(names):
+            rates = [rows[name]["tflops"] if name in rows else 0 for _, rows in batches]
+            places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(batches))]
+            bars = axis.bar(places, rates, width, color=COLORS.get(name), label=name)
+            axis.bar_label(bars, fmt="%.0f", fontsize=7)
+        axis.set_xticks(range(len(batches)), [describe(cell) for cell, _ in batches], fontsize=7)
+        axis.set_title(op)
+        axis.grid(alpha=0.3, axis="y")
+    axes[0][0].set_ylabel("TFLOP/s")
+    axes[0][-1].legend(fontsize=7)
+    figure.suptitle(f"packed sequences, bf16, {record['device']}, torch {record['torch']}, {record['date']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True
+
+
+def describe(cell: Cell) -> str:
+    mask = "causal" if cell.causal else "full"
+    return f"{cell.batch} x {cell.case}\nup to {cell.seqlen_q}\nD {cell.head_dim}, {cell.heads}/{cell.kv_heads}, {mask}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path, nargs="?", default=RECORD)
@@ -84,8 +124,10 @@ def main() -> int:
     record = json.loads(options.record.read_text())
     for op in dict.fromkeys(row["op"] for row in record["cells"]):
         path = options.out / f"{op}.png"
-        if op != "overhead" and draw(record, op, path):
+        if op in ("fwd", "bwd") and draw(record, op, path):
             print(f"written: {path}")
+    if draw_packed(record, options.out / "varlen.png"):
+        print(f"written: {options.out / 'varlen.png'}")
     return 0
 
 

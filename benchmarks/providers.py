@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn3
+from benchmarks.cells import UNBOUNDED, sequence_lengths
 
 Call = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -27,6 +28,7 @@ class Provider:
     call: Call
     context: Callable[[], AbstractContextManager] = field(default=nullcontext)
     deterministic: bool = False
+    repeats: int = 1  # times that every head of k and v is repeated before the call, untimed
 
     @property
     def label(self) -> str:
@@ -83,12 +85,45 @@ def available(device: str) -> list[Provider]:
     return providers
 
 
-def for_cell(cell, candidates: list[Provider]) -> list[Provider]:
-    """Those of `available` that a cell measures: fa2 is no peer of a backward, which has our deterministic mode too."""
+def for_cell(cell, candidates: list[Provider], device: str = "cuda") -> list[Provider]:
+    """Those of `available` that a cell measures: fa2 is no peer of a backward, which has our deterministic mode too.
+
+    Packed sequences and windows are for ours and fa2, which both get what the others have no argument for.
+    """
+    if cell.packed or cell.window != UNBOUNDED:
+        return [Provider("flash_attn3", _ours_of(cell, device)), *([] if device == "cpu" else [_fa2_of(cell, device)])]
     if cell.op != "bwd":
         return candidates
     ours = [Provider("flash_attn3", _ours_deterministic, deterministic=True)] if cell.deterministic_too else []
     return [*(p for p in candidates if p.name != "fa2"), *ours]
+
+
+def boundaries(cell, device: str) -> Tensor:
+    """cu_seqlens of a packed cell."""
+    lengths = torch.tensor((0, *sequence_lengths(cell.case)), device=device)
+    return lengths.cumsum(0, dtype=torch.int32)
+
+
+def _ours_of(cell, device: str) -> Call:
+    if not cell.packed:
+        return lambda q, k, v, causal: flash_attn3.flash_attn_func(q, k, v, causal=causal, window_size=cell.window)
+    cu, longest = boundaries(cell, device), cell.seqlen_q
+    return lambda q, k, v, causal: flash_attn3.flash_attn_varlen_func(
+        q, k, v, cu, cu, longest, longest, causal=causal, window_size=cell.window
+    )
+
+
+def _fa2_of(cell, device: str) -> Provider:
+    """torch's own operator, differentiable too; the only way to its lengths and windows."""
+    cu, longest = boundaries(cell, device) if cell.packed else None, cell.seqlen_q
+    left, right = (None if bound < 0 else bound for bound in cell.window)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, cu, cu, longest, longest, 0.0, causal, False, window_size_left=left, window_size_right=right
+        )[0]
+
+    return Provider("fa2", call, repeats=cell.heads // cell.kv_heads)
 
 
 def ours_through_sdpa() -> Provider:
@@ -97,13 +132,27 @@ def ours_through_sdpa() -> Provider:
 
 
 def make_inputs(cell, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout ~ N(0, 1), contiguous (B, S, H, D)."""
+    """q, k, v, dout ~ N(0, 1), contiguous (B, S, H, D), of packed sequences (T, H, D)."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cell.dtype]
     generator = torch.Generator(device).manual_seed(0)
+    tokens = (sum(sequence_lengths(cell.case)),) if cell.packed else None
+    rows, keys = tokens or (cell.batch, cell.seqlen_q), tokens or (cell.batch, cell.seqlen_k)
     sizes = (
-        (cell.seqlen_q, cell.heads, cell.head_dim),
-        (cell.seqlen_k, cell.kv_heads, cell.head_dim),
-        (cell.seqlen_k, cell.kv_heads, cell.head_dim_v),
-        (cell.seqlen_q, cell.heads, cell.head_dim_v),
+        (*rows, cell.heads, cell.head_dim),
+        (*keys, cell.kv_heads, cell.head_dim),
+        (*keys, cell.kv_heads, cell.head_dim_v),
+        (*rows, cell.heads, cell.head_dim_v),
     )
-    return tuple(torch.randn(cell.batch, *size, dtype=dtype, device=device, generator=generator) for size in sizes)
+    return tuple(torch.randn(*size, dtype=dtype, device=device, generator=generator) for size in sizes)
+
+
+def repeated(tensors: tuple[Tensor, ...], times: int) -> tuple[Tensor, ...]:
+    """q, k, v, dout with every head of k and v `times` times."""
+    q, k, v, dout = tensors
+    return q, *(x.repeat_interleave(times, -2) if times > 1 else x for x in (k, v)), dout
+
+
+def gradients_of(grads: tuple[Tensor, ...], times: int) -> tuple[Tensor, ...]:
+    """dq, dk, dv of the tensors before `repeated`."""
+    dq, *others = grads
+    return dq, *(x.float().unflatten(-2, (-1, times)).sum(-2) if times > 1 else x for x in others)

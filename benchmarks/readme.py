@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import RECORD, ROOT, report
-from benchmarks.cells import HEAD_DIMS, SEQLENS, WIDTH, Cell
+from benchmarks.cells import HEAD_DIMS, SEQLENS, UNBOUNDED, Cell, packed_cell
 
 START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
 
@@ -26,7 +26,7 @@ def row_of(grid: dict[Cell, dict[str, dict]], op: str, dim: int, causal: bool) -
             for cell, providers in grid.items()
             if (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v) == (op, "bf16", dim, dim)
             and (cell.causal, cell.seqlen_q, cell.graph) == (causal, seqlen, False)
-            and cell.heads == cell.kv_heads == WIDTH // dim
+            and cell.standard
         ]
         if not found or report.OURS not in found[0]:
             texts.append("-")
@@ -43,6 +43,47 @@ def table(grid: dict[Cell, dict[str, dict]], op: str) -> list[str]:
     rows = [row_of(grid, op, dim, causal) for dim in HEAD_DIMS for causal in (False, True)]
     head = ["| head dim | causal | " + " | ".join(map(str, SEQLENS)) + " |", "|---|---|" + "---|" * len(SEQLENS)]
     return [*head, *filter(None, rows)] if any(rows) else []
+
+
+BATCHES = {
+    "lognormal": "64 of lognormal lengths (8 to 16384)",
+    "short": "512 of 32 to 255 tokens",
+    "one-long": "one of 16384, 63 of 128",
+    "equal": "16 of 2048",
+    "tiny": "8192 of 34, not causal, D 256, 8/8 heads",
+}
+
+
+def packed_rows(grid: dict[Cell, dict[str, dict]]) -> list[str]:
+    """A table of the packed batches; empty if the record has none."""
+    rows = []
+    for case, text in BATCHES.items():
+        texts = []
+        for op in ("varlen_fwd", "varlen_bwd"):
+            cell = packed_cell(op, case)
+            found = grid.get(cell, {})
+            ratio, dense = report.ratio(found, report.PACKED_YARDSTICK), report.of_dense(cell, grid)
+            notes = [*([f"{ratio:.2f}x"] if ratio else []), *([f"{dense:.2f} of dense"] if dense else [])]
+            rate = f"{found[report.OURS]['tflops']:.0f}" if report.OURS in found else "-"
+            texts.append(rate + (f" ({', '.join(notes)})" if notes else ""))
+        if set(texts) != {"-"}:
+            rows.append(f"| {text} | " + " | ".join(texts) + " |")
+    return ["| sequences | forward | backward |", "|---|---|---|", *rows] if rows else []
+
+
+def window_lines(grid: dict[Cell, dict[str, dict]]) -> list[str]:
+    """A sentence for each cell with a window."""
+    lines = []
+    for cell, found in grid.items():
+        if cell.window != UNBOUNDED and not cell.packed and report.OURS in found:
+            walked = found[report.OURS].get("walked_tflops")
+            direction = "backward" if cell.backward else "forward"
+            lines.append(
+                f"Window {cell.window}, {direction}, S {cell.seqlen_q}, D {cell.head_dim}: "
+                f"{found[report.OURS]['tflops']:.0f} TFLOP/s on visible positions"
+                + (f", {walked:.0f} on the blocks that hold them." if walked else ".")
+            )
+    return lines
 
 
 def section(record: dict | None) -> str:
@@ -64,6 +105,12 @@ def section(record: dict | None) -> str:
         lines += ["", "Backward, timed alone, the same way:", "", *backward]
         if slower:
             lines += ["", f"With `deterministic=True` it takes {min(slower):+.1%} to {max(slower):+.1%} more time."]
+    packed = packed_rows(grid)
+    if packed:
+        lines += ["", "Packed sequences (`flash_attn_varlen_func`), causal, D 128, 32 query heads on 8, TFLOP/s"]
+        lines += ["(and times torch's FlashAttention-2 in the same run):", "", *packed]
+    for line in window_lines(grid):
+        lines += ["", line]
     host = [row for row in record["cells"] if row["op"] == "overhead" and row["provider"] == report.OURS]
     if host:
         names = {

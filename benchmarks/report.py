@@ -1,18 +1,23 @@
 """Tables of a record: rates beside cuDNN and the targets, cells below their floor, cells that fell since the last."""
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from benchmarks.cells import Cell, load_targets, target_of
+import torch
 
-OURS, YARDSTICK = "flash_attn3", "cudnn"
+from benchmarks.cells import UNBOUNDED, Cell, dense_peer, load_targets, target_of
+from flash_attn3 import ops
+
+OURS, YARDSTICK, PACKED_YARDSTICK = "flash_attn3", "cudnn", "fa2"
 DETERMINISTIC = f"{OURS} deterministic"
 FALL = 0.03
+ROWS_OF_A_WARPGROUP = 64  # of a line of torch.ops.flash_attn3.schedule
 
 
 def cell_of(row: dict) -> Cell:
     """The problem of a row of a record."""
-    return Cell(**{field.name: row[field.name] for field in fields(Cell) if field.name in row})
+    given = {field.name: row[field.name] for field in fields(Cell) if field.name in row}
+    return Cell(**given | {"window": tuple(row.get("window", UNBOUNDED))})
 
 
 def label(row: dict) -> str:
@@ -29,11 +34,17 @@ def by_cell(rows: Iterable[dict]) -> dict[Cell, dict[str, dict]]:
     return grouped
 
 
-def ratio(providers: dict[str, dict]) -> float | None:
-    """Our rate over cuDNN's in the same cell."""
-    if OURS in providers and YARDSTICK in providers:
-        return providers[OURS]["tflops"] / providers[YARDSTICK]["tflops"]
+def ratio(providers: dict[str, dict], yardstick: str = YARDSTICK) -> float | None:
+    """Our rate over cuDNN's, or another's, in the same cell."""
+    if OURS in providers and yardstick in providers:
+        return providers[OURS]["tflops"] / providers[yardstick]["tflops"]
     return None
+
+
+def of_dense(cell: Cell, grouped: dict[Cell, dict[str, dict]]) -> float | None:
+    """Time of the dense call on the same sequences over that of the packed one: their rates' ratio."""
+    dense, packed = grouped.get(dense_peer(cell), {}), grouped.get(cell, {})
+    return dense[OURS]["ms"] / packed[OURS]["ms"] if OURS in dense and OURS in packed else None
 
 
 def verdict(cell: Cell, measured: float | None, targets: dict) -> str:
@@ -46,6 +57,7 @@ def verdict(cell: Cell, measured: float | None, targets: dict) -> str:
 def table(record: dict) -> list[str]:
     """One line a cell: rates of all providers, ours over cuDNN, parity, floor, aim, share of the matmul ceiling."""
     targets, grouped = load_targets(), by_cell(record["cells"])
+    grouped = {cell: rows for cell, rows in grouped.items() if not cell.packed and cell.window == UNBOUNDED}
     names = list(dict.fromkeys(name for providers in grouped.values() for name in providers if name != DETERMINISTIC))
     ceiling = record.get("ceilings", {}).get("bf16_matmul_tflops")
     header = f"{'TFLOP/s':<32}" + "".join(f"{name:>12}" for name in names)
@@ -61,6 +73,60 @@ def table(record: dict) -> list[str]:
         line += f"{share:>9.0%}" if share else f"{'-':>9}"
         lines.append(f"{line}  {verdict(cell, measured, targets)}".rstrip())
     return lines
+
+
+def packed_table(record: dict) -> list[str]:
+    """One line a packed cell: rates, ours over FlashAttention-2's with its targets, and over that of a dense call."""
+    targets, grouped = load_targets(), by_cell(record["cells"])
+    lines = []
+    for cell, providers in grouped.items():
+        if cell.packed:
+            rates = ", ".join(f"{name} {row['tflops']:.1f}" for name, row in providers.items())
+            line, target = f"{cell.name:<48}{rates}", target_of(cell, targets)
+            measured = ratio(providers, PACKED_YARDSTICK)
+            if measured:
+                line += f"  {measured:.2f} x fa2"
+            if measured and target:
+                line += f" (parity {target.parity:.2f}, floor {target.floor:.2f}, aim {target.aim:.2f}: "
+                line += f"{verdict(cell, measured, targets)})"
+            dense = of_dense(cell, grouped)
+            lines.append(line + (f"  {dense:.3f} of the dense rate" if dense else ""))
+    return lines
+
+
+def window_table(record: dict) -> list[str]:
+    """One line a cell with a window: rates on visible positions, ours on walked blocks, and the causal rate."""
+    grouped = by_cell(record["cells"])
+    lines = []
+    for cell, providers in grouped.items():
+        if cell.window != UNBOUNDED and not cell.packed:
+            line = f"{cell.name:<48}" + ", ".join(f"{name} {row['tflops']:.1f}" for name, row in providers.items())
+            walked = providers.get(OURS, {}).get("walked_tflops")
+            dense = grouped.get(replace(cell, window=UNBOUNDED, causal=True), {}).get(OURS)
+            line += f"  {walked:.1f} on the blocks walked" if walked else ""
+            lines.append(line + (f", causal {dense['tflops']:.1f}" if dense else ""))
+    return lines
+
+
+def walked_rate(cell: Cell, provider: str, ms: float) -> dict[str, float]:
+    """Of our cells with a window, the rate on whole blocks that hold a visible position, as the schedule has them."""
+    if cell.window == UNBOUNDED or cell.packed or provider != OURS or not ops.loaded:
+        return {}
+    lengths, mask = (cell.seqlen_q, cell.seqlen_k), (*cell.window, 0)
+    dims, bf16 = (cell.head_dim, cell.head_dim_v), cell.dtype == "bf16"
+    sizes = (cell.batch, cell.heads, cell.kv_heads, *lengths, *mask, 1)
+    if cell.backward:
+        row = ops.kernel_table()[torch.ops.flash_attn3.select_backward(*dims, *lengths, *mask, False, bf16, False)[1]]
+        # A block of keys may be cut into parts; every line of one says the whole range of queries.
+        lines = torch.ops.flash_attn3.schedule_backward(row["id"], *sizes)[:, [2, 3, 4, 5, 6]].unique(dim=0)
+        positions = (lines[:, 4] - lines[:, 3]).sum().item() * row["block_m"] * row["block_n"]
+        positions *= cell.heads // cell.kv_heads
+    else:
+        row = ops.kernel_table()[torch.ops.flash_attn3.select_kernel(*dims, *lengths, False, bf16)]
+        lines = torch.ops.flash_attn3.schedule(row["id"], *sizes)
+        positions = (lines[:, 7] - lines[:, 6]).clamp(min=0).sum().item() * ROWS_OF_A_WARPGROUP * row["block_n"]
+    flops = 2.0 * positions * sum(dims) * (2.5 if cell.backward else 1.0)
+    return {"walked_tflops": float(f"{flops / ms / 1e9:.5g}")}
 
 
 def overhead_table(record: dict) -> list[str]:
@@ -96,12 +162,15 @@ def deterministic_table(record: dict) -> list[str]:
 
 def below_floor(record: dict) -> list[str]:
     """A line for each of our cells under its floor."""
-    targets, lines = load_targets(), []
-    for cell, providers in by_cell(record["cells"]).items():
-        measured = ratio(providers)
+    targets, lines, grouped = load_targets(), [], by_cell(record["cells"])
+    for cell, providers in grouped.items():
+        yardstick, name = (PACKED_YARDSTICK, "FlashAttention-2") if cell.packed else (YARDSTICK, "cuDNN")
+        measured, dense = ratio(providers, yardstick), of_dense(cell, grouped)
         if verdict(cell, measured, targets) == "BELOW FLOOR":
             floor = target_of(cell, targets).floor
-            lines.append(f"{cell.name}: {measured:.3f} of cuDNN, floor {floor:.3f} ({measured / floor - 1:+.1%})")
+            lines.append(f"{cell.name}: {measured:.3f} of {name}, floor {floor:.3f} ({measured / floor - 1:+.1%})")
+        if dense is not None and dense < targets["of_dense"]["floor"]:
+            lines.append(f"{cell.name}: {dense:.3f} of the dense rate, floor {targets['of_dense']['floor']}")
     allowed = targets["deterministic_slowdown"]["floor"]
     for cell, slower in slowdowns(record).items():
         if slower > allowed:

@@ -3,7 +3,7 @@
 Every provider runs every cell in one process, in interleaved rounds, and its result is compared with float64 on some
 rows first: a wrong or missing result of ours ends in exit status 1, a peer's is left out. A backward is timed through
 torch.autograd.grad on a forward that is kept. A full run writes benchmarks/results/h200.json; a partial run writes only
-where --out says. The two halves of a full run may be two calls: --ops fwd --out A, then --ops bwd --merge A --out B.
+where --out says. The parts of a full run may be several calls: --ops fwd --out A, then --ops bwd --merge A --out B, ..
 """
 
 import argparse
@@ -78,13 +78,21 @@ def training_call(provider: providers.Provider, cell: cells.Cell, tensors: tuple
     return lambda: torch.autograd.grad(provider.call(*leaves, cell.causal), leaves, dout)
 
 
+def compared(cell: cells.Cell, tensors: tuple) -> list[tuple]:
+    """What is compared with the reference: dense tensors whole, of packed ones some sequences as batches of one."""
+    if not cell.packed:
+        return [tensors]
+    slices = reference.compared_sequences(cells.sequence_lengths(cell.case))
+    return [tuple(x[None, rows] for x in tensors) for rows in slices]
+
+
 def prepare(
     cell: cells.Cell, candidates: list[providers.Provider], device: str, make_call: Callable
 ) -> tuple[dict, dict, dict]:
     """Calls, contexts and relative errors, by label, of the providers that do this cell, and do it right."""
     tensors = providers.make_inputs(cell, device)
-    with_gradients = make_call is not forward_call
-    refs = reference.sampled_gradients(*tensors, cell.causal) if with_gradients else None
+    with_gradients, mask = make_call is not forward_call, (cell.causal, cell.window)
+    refs = [reference.sampled_gradients(*part, *mask) for part in compared(cell, tensors)] if with_gradients else None
     calls, contexts, errors = {}, {}, {}
     for provider in candidates:
 
@@ -95,13 +103,14 @@ def prepare(
 
         try:
             with context():
-                call = make_call(provider, cell, tensors)
+                call = make_call(provider, cell, providers.repeated(tensors, provider.repeats))
                 result = call()
-            error = (
-                reference.gradient_error(result, refs)
-                if with_gradients
-                else reference.relative_error(result, *tensors[:3], cell.causal)
-            )
+            if with_gradients:
+                grads = compared(cell, providers.gradients_of(result, provider.repeats))
+                error = reference.largest(list(map(reference.gradient_error, grads, refs)))
+            else:
+                parts = compared(cell, (result, *tensors[:3]))
+                error = reference.largest([reference.relative_error(*part, *mask) for part in parts])
         except (RuntimeError, ValueError, TypeError, AssertionError) as refusal:
             say(f"    {provider.label} does not run {cell.name}: {str(refusal).strip().splitlines()[0][:100]}")
             continue
@@ -117,7 +126,7 @@ def measure(
     cell: cells.Cell, candidates: list[providers.Provider], device: str, rounds: int, round_ms: float
 ) -> list[dict]:
     """Rows of the record for one cell."""
-    make_call = backward_call if cell.op == "bwd" else forward_call
+    make_call = backward_call if cell.backward else forward_call
     calls, contexts, errors = prepare(cell, candidates, device, make_call)
     times = timing.interleaved_ms(calls, contexts, device, rounds, round_ms, cell.graph)
     return [
@@ -127,6 +136,7 @@ def measure(
             **({"deterministic": True} if provider.deterministic else {}),
             "ms": float(f"{times[provider.label]:.5g}"),
             "tflops": float(f"{cell.flops / times[provider.label] / 1e9:.5g}"),
+            **report.walked_rate(cell, provider.name, times[provider.label]),
             "rel_err": float(f"{errors[provider.label]:.3g}"),
         }
         for provider in candidates
@@ -157,7 +167,7 @@ def run(selected: list[cells.Cell], device: str, rounds: int, round_ms: float, f
     record = machine(device) | {"ceilings": timing.ceilings(device) if full_ops else {}, "cells": []}
     begin = time.monotonic()
     for number, cell in enumerate(selected, 1):
-        rows = measure(cell, providers.for_cell(cell, candidates), device, rounds, round_ms)
+        rows = measure(cell, providers.for_cell(cell, candidates, device), device, rounds, round_ms)
         record["cells"] += rows
         rates = "  ".join(f"{report.label(row)} {row['tflops']:.1f}" for row in rows)
         say(f"[{number:>3}/{len(selected)} {time.monotonic() - begin:6.1f} s] {cell.name:<32} {rates}")
@@ -202,7 +212,8 @@ def missing_cells(record: dict) -> list[str]:
 
 
 def show(record: dict, previous: Path) -> None:
-    rates = report.table(record) + report.overhead_table(record) + report.deterministic_table(record)
+    rates = report.table(record) + report.packed_table(record) + report.window_table(record)
+    rates += report.overhead_table(record) + report.deterministic_table(record)
     sections = [("", rates), ("below their floor", report.below_floor(record))]
     if previous.exists():
         earlier = json.loads(previous.read_text())

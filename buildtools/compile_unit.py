@@ -102,7 +102,7 @@ def describe(summary: dict) -> str:
 
 def _compile(unit: dict, cache: Path) -> Path | None:
     cache.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    began, began_at = time.monotonic(), time.time()
     done = subprocess.run(unit["command"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seconds = time.monotonic() - began
     # The peak is that of the largest process below this one: the compiler's passes run one after the other.
@@ -111,6 +111,9 @@ def _compile(unit: dict, cache: Path) -> Path | None:
         print(f"{seconds:5.1f} s  failed\n{' '.join(unit['command'])}\n{done.stdout}")
         return None
     dependencies = {path: file_hash(path) for path in read_depfile(Path(unit["depfile"]).read_text())}
+    if changed := [path for path in dependencies if os.path.exists(path) and os.path.getmtime(path) > began_at]:
+        print(f"{seconds:5.1f} s  failed\n  changed while it was compiled: {', '.join(changed)}; build again")
+        return None
     result = {
         "unit": unit["name"],
         "dependencies": dependencies,

@@ -17,7 +17,7 @@ from pathlib import Path
 from buildtools import ROOT
 
 # Plain structs and integer functions that both sides use.
-SHARED_HEADERS = ("host/params.h", "host/geometry.h")
+SHARED_HEADERS = ("host/params.h", "host/geometry.h", "host/packed.h")
 OWN_FOLDERS = ("binding/", "host/", "kernels/")
 TORCH = ("torch/", "ATen/", "c10/", "caffe2/", "pybind11/", "Python.h")
 STABLE_TORCH = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")

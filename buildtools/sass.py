@@ -29,6 +29,8 @@ REQUIRED = {
     "backward_queries": _MATRIX_KERNEL,
     "backward_prepare": (),
     "backward_finish": (),
+    "backward_sink": (),
+    "packed_schedule": (),
 }
 # Loads and stores of local memory, and the findings of ptxas (see ptxas.py) that permit them.
 LOCAL_MEMORY = ("LDL", "STL")

@@ -8,7 +8,7 @@ load this file by its path.
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-_CPP_TYPE = {"bf16": "cutlass::bfloat16_t", "fp16": "cutlass::half_t"}
+_CPP_TYPE = {"bf16": "cutlass::bfloat16_t", "fp16": "cutlass::half_t", "any": "void"}
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,9 @@ class ForwardKernel:
     """One 16-bit forward kernel.
 
     A CTA computes 64 query rows for each of `warpgroups` consumer warpgroups and walks the keys in blocks of `block_n`
-    through rings of `key_stages` and
-    `value_stages` shared-memory buffers. It serves every head dim up to `head_dim` and every value head
-    dim up to `head_dim_v`. `allow` names findings of ptxas (buildtools/ptxas.py) that this row is permitted, each
-    justified by a measurement in a comment beside the row.
+    through rings of `key_stages` and `value_stages` shared-memory buffers. It serves every head dim up to `head_dim`
+    and every value head dim up to `head_dim_v`. `allow` names findings of ptxas (buildtools/ptxas.py) that this row is
+    permitted, each explained in a comment beside the row.
     """
 
     dtype: str
@@ -111,8 +110,8 @@ class BackwardKernel:
     symbol = config
 
 
-# What ptxas spills (up to 60 bytes) lies outside the loop over steps: a few numbers of the tile, some addresses of its
-# output. Without the sums of cut tiles there are no spills, and a step takes the same time.
+# What ptxas spills (up to about 100 bytes) lies outside the loop over steps: a few numbers of the tile, some addresses
+# of its output.
 _OUTSIDE = ("spills", "stack")
 
 # (op, head_dim, head_dim_v, block_m, block_n, stages[, allow])
@@ -120,11 +119,11 @@ _BACKWARD_TILES = (
     ("backward", 64, 64, 128, 128, (2, 2)),
     ("backward", 96, 96, 128, 128, (2, 2), _OUTSIDE),
     ("backward", 128, 128, 80, 128, (2, 2), _OUTSIDE),
-    ("backward_keys", 64, 64, 128, 128, (2, 2)),
+    ("backward_keys", 64, 64, 128, 128, (3, 2)),
     ("backward_keys", 96, 96, 128, 128, (2, 2)),
     ("backward_keys", 128, 128, 80, 128, (2, 2)),
-    ("backward_keys", 192, 128, 64, 64, (2, 2)),
-    ("backward_keys", 192, 192, 64, 64, (2, 2)),
+    ("backward_keys", 192, 128, 96, 64, (2, 2)),
+    ("backward_keys", 192, 192, 96, 64, (2, 2)),
     ("backward_keys", 256, 256, 64, 64, (2, 2)),
     ("backward_queries", 64, 64, 192, 80, (4, 4)),
     ("backward_queries", 96, 96, 192, 64, (3, 3)),
@@ -138,10 +137,12 @@ BACKWARD = [BackwardKernel(op, dtype, *tile) for dtype in ("bf16", "fp16") for o
 
 
 @dataclass(frozen=True)
-class BackwardAuxiliary:
-    """A memory-bound kernel before ("backward_prepare") or after ("backward_finish") the main ones, for any head dim.
+class AuxiliaryKernel:
+    """A short kernel before or after the main ones, for every problem of its dtype; the row's tile is empty.
 
-    It serves every problem of its dtype; the row's tile is empty.
+    "backward_prepare" and "backward_finish" come before and after the main kernels of a backward pass. Dtype "any" is
+    for kernels that see no 16-bit elements: "packed_schedule" before all others of a packed batch, "backward_sink"
+    after all others of a backward pass with a sink.
     """
 
     op: str
@@ -153,11 +154,12 @@ class BackwardAuxiliary:
 
     @property
     def name(self) -> str:
-        return f"{self.op}_{self.dtype}"
+        return self.op if self.dtype == "any" else f"{self.op}_{self.dtype}"
 
     @property
     def header(self) -> str:
-        return f"kernels/backward/{self.op.removeprefix('backward_')}.h"
+        folder, name = self.op.split("_")
+        return f"kernels/{folder}/{name}.h"
 
     @property
     def config(self) -> str:
@@ -169,10 +171,12 @@ class BackwardAuxiliary:
 
 
 AUXILIARY = [
-    BackwardAuxiliary(op, dtype) for dtype in ("bf16", "fp16") for op in ("backward_prepare", "backward_finish")
+    *(AuxiliaryKernel(op, dtype) for dtype in ("bf16", "fp16") for op in ("backward_prepare", "backward_finish")),
+    AuxiliaryKernel("packed_schedule", "any"),
+    AuxiliaryKernel("backward_sink", "any"),
 ]
 
-Kernel = ForwardKernel | BackwardKernel | BackwardAuxiliary
+Kernel = ForwardKernel | BackwardKernel | AuxiliaryKernel
 
 
 def rows() -> list[Kernel]:
@@ -192,17 +196,22 @@ def select(patterns: str = "") -> list[Kernel]:
     return [row for row in rows() if not wanted or any(fnmatchcase(row.name, p) for p in wanted)]
 
 
-def _direction(row: Kernel) -> tuple[str, str]:
-    """The name of the row's launch template, and the type of its parameters."""
-    if row.op == "forward":
-        return "launch_forward", "ForwardParams"
+# The members of KernelRow that point to a launch function, and the types of their parameters.
+_DIRECTIONS = {"forward": "ForwardParams", "backward": "BackwardParams", "packed": "PackedParams"}
+
+
+def _direction(row: Kernel) -> str:
+    return row.op.split("_")[0]
+
+
+def _launch_template(row: Kernel) -> str:
     launch = {"queries": "launch_backward_queries", "keys": "launch_backward_keys", "wide_keys": "launch_wide_keys"}
-    return launch.get(row.family, f"launch_{row.op}"), "BackwardParams"
+    return launch.get(row.family, f"launch_{row.op}")
 
 
 def render(row: Kernel) -> str:
     """The generated .cu of one row: its launch function."""
-    launch, params = _direction(row)
+    launch, params = _launch_template(row), _DIRECTIONS[_direction(row)]
     return f"""// Generated from csrc/instances.py.
 #include "{row.header}"
 
@@ -217,12 +226,11 @@ void launch_{row.name}({params} const& params, int grid, cudaStream_t stream) {{
 def render_table(selected: list[Kernel]) -> str:
     """The generated kernel_table.cpp: what the host library knows of each compiled row; the index is the row id."""
     declarations = "\n".join(
-        f"void launch_{row.name}({_direction(row)[1]} const&, int, cudaStream_t);" for row in selected
+        f"void launch_{row.name}({_DIRECTIONS[_direction(row)]} const&, int, cudaStream_t);" for row in selected
     )
 
     def entry(row: Kernel) -> str:
-        launch = f"&launch_{row.name}"
-        pointers = f"{launch}, nullptr" if row.op == "forward" else f"nullptr, {launch}"
+        pointers = ", ".join(f"&launch_{row.name}" if name == _direction(row) else "nullptr" for name in _DIRECTIONS)
         return (
             f'    {{"{row.name}", "{row.op}", "{row.dtype}", {row.head_dim}, {row.head_dim_v}, {row.block_m}, '
             f"{row.block_n}, {pointers}}},"

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn3 import attention, explain, flash_attn_func, ops
+from flash_attn3 import attention, attention_varlen, explain, explain_varlen, flash_attn_func, ops
 from flash_attn3.version import __version__
+
+KINDS = ("full", "causal", "packed")
 
 
 def describe(device: torch.device) -> None:
@@ -51,15 +53,32 @@ def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, dtype: torch.dtype) -
     return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v), s.logsumexp(-1)
 
 
-def check(device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool) -> bool:
-    """Forward, LSE and gradients against float64: errors at most twice those of the formula in `dtype`."""
+def packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """The batch as attention_varlen takes it, with the bounds of its sequences."""
+    cu = [torch.arange(0, x.shape[0] * x.shape[1] + 1, x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)]
+    return *(x.flatten(0, 1) for x in (q, k, v)), *cu, q.shape[1], k.shape[1]
+
+
+def check(device: torch.device, dtype: torch.dtype, head_dim: int, kind: str) -> bool:
+    """Forward, LSE and gradients against float64: errors at most twice those of the formula in `dtype`.
+
+    kind: "full", "causal", or "packed", which is causal too.
+    """
     torch.manual_seed(0)
+    causal = kind != "full"
+
+    def ours(*x: Tensor) -> tuple[Tensor, Tensor]:
+        if kind != "packed":
+            return attention(*x, causal=causal, return_lse=True)
+        out, lse = attention_varlen(*packed(*x), causal=causal, return_lse=True)
+        return out.unflatten(0, x[0].shape[:2]), lse.unflatten(1, x[0].shape[:2]).transpose(0, 1)
+
     q, k, v, dout = (
         torch.randn(2, s, h, head_dim, device=device).to(dtype) for s, h in ((129, 4), (193, 2), (193, 2), (129, 4))
     )
     results = []
     for function in (
-        lambda *x: attention(*x, causal=causal, return_lse=True),
+        ours,
         lambda *x: formula(*x, causal, torch.float64),
         lambda *x: formula(*x, causal, dtype),
     ):
@@ -71,10 +90,10 @@ def check(device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool)
     for got, want, baseline, floor in zip(*results, (1e-5, 1e-5, 1e-4, 1e-4, 1e-4), strict=True):
         error, limit = (got - want).abs().max().item(), 2 * (baseline - want).abs().max().item() + floor
         worst, passed = max(worst, error / limit), passed and error <= limit  # NaN fails
-    how = explain(q, k, v, causal=causal)
+    how = explain_varlen(*packed(q, k, v), causal=True) if kind == "packed" else explain(q, k, v, causal=causal)
     name = str(dtype).removeprefix("torch.")
     print(
-        f"    {name:9} D {head_dim:3} {'causal' if causal else 'full':6} {how.kernel or how.backend:40} "
+        f"    {name:9} D {head_dim:3} {kind:6} {how.kernel or how.backend:40} "
         f"{'ok' if passed else 'FAIL'}, worst error {worst:.2f} of its limit"
     )
     return passed
@@ -118,7 +137,7 @@ def main() -> int:
     print("self-check against float64:")
     dtypes = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16)
     head_dims = (64, 128, 256) if device.type == "cuda" else (64, 128)
-    cases = [(dtype, head_dim, causal) for dtype in dtypes for head_dim in head_dims for causal in (False, True)]
+    cases = [(dtype, head_dim, kind) for dtype in dtypes for head_dim in head_dims for kind in KINDS]
     results = [check(device, *case) for case in cases]
     passed = all(results)
     timings(device)

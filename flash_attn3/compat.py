@@ -4,7 +4,7 @@ functions `_flash_attn_forward` and `_flash_attn_backward` that libraries call f
 Names, argument orders and schemas are those of FlashAttention-3. Importing this module registers the operators;
 `import flash_attn3` alone does not. Two sets: the raw `fwd` and `bwd`, whose schemas return an alias of an argument and
 so cannot be traced, and the operators `_flash_attn_*`, which have fakes and declare what they write.
-Dense tensors only: variable-length and KV-cache arguments raise NotImplementedError. None of them is differentiable.
+Dense and packed batches; KV-cache arguments raise NotImplementedError. None of them is differentiable.
 """
 
 import torch
@@ -15,15 +15,17 @@ from flash_attn3.portable import empty_outputs
 
 _library = torch.library.Library("flash_attn_3", "DEF")
 _OPTIONS = "float? softmax_scale, bool causal, int window_size_left, int window_size_right"
+_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
 _FORWARD = (
     "Tensor q, Tensor k, Tensor v, Tensor? qv, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
-    f"{_OPTIONS}, int attention_chunk, float softcap"
+    f"{_LENGTHS}, {_OPTIONS}, int attention_chunk, float softcap"
 )
 _TRACEABLE = (
     f"_flash_attn_forward({_FORWARD}) -> (Tensor, Tensor, Tensor, Tensor)",
     f"_flash_attn_forward_out({_FORWARD}, Tensor(a!) out) -> (Tensor, Tensor, Tensor)",
     "_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-    f"Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_OPTIONS}, float softcap, bool deterministic) -> Tensor",
+    f"Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_LENGTHS}, {_OPTIONS}, float softcap, bool deterministic) "
+    "-> Tensor",
 )
 _RAW = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
@@ -60,65 +62,71 @@ def _refuse(function: str, **arguments) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise NotImplementedError(
-            f"{function}: {', '.join(given)}: variable-length batches and KV caches are not implemented in this "
-            "version; dense (batch, seqlen, heads, head_dim) tensors work"
+            f"{function}: {', '.join(given)}: KV caches are not implemented in this version; "
+            "dense (batch, seqlen, heads, head_dim) and packed (tokens, heads, head_dim) tensors work"
         )
 
 
-def _forward(q, k, v, qv, descales, softmax_scale, causal, window, attention_chunk, softcap, sm_margin, out, function):
+def _lengths(
+    function, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, used="seqused"
+) -> tuple[Tensor | None, ...]:
+    """The four lengths of a packed batch, or four times None; any other combination belongs to a KV cache."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        _refuse(
+            f"{function} without cu_seqlens_q and cu_seqlens_k",
+            **{
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_k": cu_seqlens_k,
+                f"{used}_q": seqused_q,
+                f"{used}_k": seqused_k,
+            },
+        )
+        return (None, None, None, None)
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if value is not None:
+            checks.max_seqlen(name, value)
+    return cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+
+
+def _forward(
+    q, k, v, qv, descales, lengths, softmax_scale, causal, window, attention_chunk, softcap, sm_margin, out, function
+):
     """out and lse by the backend that dispatch chooses, into the caller's `out` if there is one."""
+    lengths = autograd.packed(lengths)
     problem = dispatch.checked_problem(
-        q, k, v, qv, descales, softmax_scale, causal, window, attention_chunk, softcap, sm_margin,
+        q, k, v, qv, descales, None, lengths, softmax_scale, causal, window, attention_chunk, softcap, sm_margin,
         wide=False, function=function,
     )  # fmt: skip
-    numbers = (problem.softmax_scale, problem.window, problem.attention_chunk, problem.softcap)
-    kernel = dispatch.use_kernel(problem, None)
+    arguments = (q, k, v, qv, descales, None, lengths, dispatch.mask_of(problem), dispatch.use_kernel(problem, None))
     if out is None:
-        return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
-    shape = (*q.shape[:3], v.shape[3])
+        return autograd.forward(*arguments)
     dtype = torch.bfloat16 if q.dtype == checks.FP8 else q.dtype
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != q.device:
-        raise ValueError(
-            f"out has shape {tuple(out.shape)}, dtype {out.dtype}, device {out.device}; "
-            f"it must be {shape}, {dtype}, {q.device}"
-        )
-    if kernel:
-        causal = problem.window[1] == 0
-        return out, torch.ops.flash_attn3.forward_out.default(q, k, v, out, problem.softmax_scale, causal)
-    result, lse = autograd.forward(q, k, v, qv, *descales, *numbers, False)
-    return out.copy_(result), lse
+    checks.same("out", out, (*q.shape[:-1], v.shape[-1]), dtype, q.device)
+    return out, autograd.forward_into(out, *arguments)
 
 
 def _backward(
-    dout, q, k, v, out, lse, softmax_scale, causal, window, softcap, deterministic, sm_margin, grads, function
+    dout, q, k, v, out, lse, lengths, softmax_scale, causal, window, softcap, deterministic, sm_margin, grads, function
 ):
     """dq, dk, dv by the backend that dispatch chooses, written into those of `grads` that are not None."""
+    lengths = autograd.packed(lengths)
     problem = dispatch.checked_problem(
-        q, k, v, None, (None, None, None), softmax_scale, causal, window, 0, softcap, sm_margin,
+        q, k, v, None, (None, None, None), None, lengths, softmax_scale, causal, window, 0, softcap, sm_margin,
         wide=False, function=function,
     )  # fmt: skip
     checks.gradients(dout, q, v, out, lse)
     for name, x, grad in zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True):
-        if grad is not None and (grad.shape != x.shape or grad.dtype != x.dtype or grad.device != x.device):
-            raise ValueError(
-                f"{name} has shape {tuple(grad.shape)}, dtype {grad.dtype}, device {grad.device}; "
-                f"it must be {tuple(x.shape)}, {x.dtype}, {x.device}"
-            )
-    deterministic = dispatch.must_be_deterministic(deterministic)
-    if dispatch.use_kernel_backward(problem, deterministic):
-        grads = [
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad
-            for x, grad in zip((q, k, v), grads, strict=True)
-        ]
-        causal = problem.window[1] == 0
-        torch.ops.flash_attn3.backward_out.default(
-            dout, None, q, k, v, out, lse, *grads, problem.softmax_scale, causal, deterministic
-        )
-        return grads
-    results = autograd.backward(
-        dout, None, q, k, v, None, out, lse, problem.softmax_scale, problem.window, 0, problem.softcap, False, False
-    )[:3]
-    return [x if grad is None else grad.copy_(x) for x, grad in zip(results, grads, strict=True)]
+        if grad is not None:
+            checks.same(name, grad, tuple(x.shape), x.dtype, x.device)
+    grads = [
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad
+        for x, grad in zip((q, k, v), grads, strict=True)
+    ]
+    kernel = dispatch.use_kernel(problem, None)
+    autograd.backward_into(
+        grads, dout, None, q, k, v, out, lse, lengths, dispatch.mask_of(problem), kernel, deterministic
+    )
+    return grads
 
 
 def _no_partials(q: Tensor) -> Tensor:
@@ -126,32 +134,36 @@ def _no_partials(q: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=q.device)
 
 
-def _traceable_forward(q, k, v, qv, q_descale, k_descale, v_descale, scale, causal, left, right, chunk, softcap):
-    descales = (q_descale, k_descale, v_descale)
+def _traceable_forward(
+    q, k, v, qv, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, scale, causal, left, right, chunk, softcap
+):  # fmt: skip
     out, lse = _forward(
-        q, k, v, qv, descales, scale, causal, (left, right), chunk, softcap, 0, None, "_flash_attn_forward"
-    )
+        q, k, v, qv, (q_descale, k_descale, v_descale), (cu_q, cu_k, used_q, used_k), scale, causal, (left, right),
+        chunk, softcap, 0, None, "_flash_attn_forward",
+    )  # fmt: skip
     return out, lse, _no_partials(q), _no_partials(q)
 
 
 def _traceable_forward_out(
-    q, k, v, qv, q_descale, k_descale, v_descale, scale, causal, left, right, chunk, softcap, out
-):
-    descales = (q_descale, k_descale, v_descale)
+    q, k, v, qv, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, scale, causal, left, right, chunk,
+    softcap, out,
+):  # fmt: skip
     _, lse = _forward(
-        q, k, v, qv, descales, scale, causal, (left, right), chunk, softcap, 0, out, "_flash_attn_forward"
-    )
+        q, k, v, qv, (q_descale, k_descale, v_descale), (cu_q, cu_k, used_q, used_k), scale, causal, (left, right),
+        chunk, softcap, 0, out, "_flash_attn_forward",
+    )  # fmt: skip
     return lse, _no_partials(q), _no_partials(q)
 
 
 def _traceable_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, scale, causal, left, right, softcap, deterministic
-):
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_q, cu_k, used_q, used_k, scale, causal, left, right, softcap,
+    deterministic,
+):  # fmt: skip
     _backward(
-        dout, q, k, v, out, softmax_lse, scale, causal, (left, right), softcap, deterministic, 0, (dq, dk, dv),
-        "_flash_attn_backward",
+        dout, q, k, v, out, softmax_lse, (cu_q, cu_k, used_q, used_k), scale, causal, (left, right), softcap,
+        deterministic, 0, (dq, dk, dv), "_flash_attn_backward",
     )  # fmt: skip
-    return (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+    return (dout.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()
 
 
 _library.impl("_flash_attn_forward", _traceable_forward, "CompositeExplicitAutograd")
@@ -171,7 +183,7 @@ def _(q, k, v, *_options):
 
 @torch.library.register_fake("flash_attn_3::_flash_attn_backward", lib=_library)
 def _(dout, q, *_options):
-    return torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    return empty_outputs(q, q)[1]
 
 
 def _fwd(
@@ -182,15 +194,15 @@ def _fwd(
     softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     _refuse(
-        "flash_attn_3.fwd", k_new=k_new, v_new=v_new, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
+        "flash_attn_3.fwd", k_new=k_new, v_new=v_new, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table,
         kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         seqlens_rotary=seqlens_rotary,
     )  # fmt: skip
+    lengths = _lengths("flash_attn_3.fwd", cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     if softmax_scale is None and q_v is not None:  # unlike the Python functions, which count v's head dim too
         softmax_scale = max(1, q.shape[-1:].numel()) ** -0.5
     out, lse = _forward(
-        q, k, v, q_v, (q_descale, k_descale, v_descale), softmax_scale, is_causal,
+        q, k, v, q_v, (q_descale, k_descale, v_descale), lengths, softmax_scale, is_causal,
         (window_size_left, window_size_right), attention_chunk, softcap, sm_margin, out, "flash_attn_3.fwd",
     )  # fmt: skip
     return out, lse, _no_partials(q), _no_partials(q)
@@ -201,13 +213,10 @@ def _bwd(
     seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False, window_size_left=-1,
     window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    _refuse(
-        "flash_attn_3.bwd", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
-        seqused_k=seqused_k,
-    )  # fmt: skip
+    lengths = _lengths("flash_attn_3.bwd", cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     results = _backward(
-        dout, q, k, v, out, softmax_lse, softmax_scale, is_causal, (window_size_left, window_size_right), softcap,
-        deterministic, sm_margin, (dq, dk, dv), "flash_attn_3.bwd",
+        dout, q, k, v, out, softmax_lse, lengths, softmax_scale, is_causal, (window_size_left, window_size_right),
+        softcap, deterministic, sm_margin, (dq, dk, dv), "flash_attn_3.bwd",
     )  # fmt: skip
     # Gradients that the caller owns are not returned: the schema has no alias there.
     grads = [x if given is None else _no_partials(q) for x, given in zip(results, (dq, dk, dv), strict=True)]
@@ -237,20 +246,23 @@ def _flash_attn_forward(
     v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
     softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
-    """(out, softmax_lse, out_accum, softmax_lse_accum) of dense tensors, not differentiable.
+    """(out, softmax_lse, out_accum, softmax_lse_accum), not differentiable.
 
-    Arguments as in flash_attn_func. out_ (B, Sq, H, Dv), any strides, is written and returned as out. The last two are
-    empty fp32 tensors of shape (0,). Variable-length and KV-cache arguments raise NotImplementedError.
+    Arguments as in flash_attn_func, or with cu_seqlens_q and cu_seqlens_k as in flash_attn_varlen_func. out_, shaped
+    like out and of any strides, is written and returned as out. The last two are empty fp32 tensors of shape (0,).
+    KV-cache arguments raise NotImplementedError.
     """
     _refuse(
-        "_flash_attn_forward", k_new=k_new, v_new=v_new, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
+        "_flash_attn_forward", k_new=k_new, v_new=v_new, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table,
         kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         seqlens_rotary=seqlens_rotary,
     )  # fmt: skip
+    lengths = _lengths(
+        "_flash_attn_forward", cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+    )
     arguments = (
-        q, k, v, qv, q_descale, k_descale, v_descale, softmax_scale, causal, window_size_left, window_size_right,
-        attention_chunk, softcap,
+        q, k, v, qv, q_descale, k_descale, v_descale, *lengths, softmax_scale, causal, window_size_left,
+        window_size_right, attention_chunk, softcap,
     )  # fmt: skip
     if out_ is None:
         return torch.ops.flash_attn_3._flash_attn_forward.default(*arguments)
@@ -262,18 +274,18 @@ def _flash_attn_backward(
     max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
     window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    """Writes the gradients of dense attention into dq, dk, dv (any strides), from the out and softmax_lse passed in.
+    """Writes the gradients of attention into dq, dk, dv (any strides), from the out and softmax_lse passed in.
 
-    Arguments as in flash_attn_func. Returns softmax_d (B, H, Sq) fp32, the row sums of dout * out.
+    Arguments as in flash_attn_func or flash_attn_varlen_func; rows that no sequence owns get 0. Returns softmax_d fp32,
+    shaped like softmax_lse, the row sums of dout * out.
     """
-    _refuse(
-        "_flash_attn_backward", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sequed_q=sequed_q,
-        sequed_k=sequed_k,
-    )  # fmt: skip
+    lengths = _lengths(
+        "_flash_attn_backward", cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, "sequed"
+    )
     for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
         if grad is None:
             raise ValueError(f"{name} is None; _flash_attn_backward writes into tensors that the caller allocates")
     return torch.ops.flash_attn_3._flash_attn_backward.default(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, is_causal, window_size_left, window_size_right,
-        softcap, deterministic,
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, *lengths, softmax_scale, is_causal, window_size_left,
+        window_size_right, softcap, deterministic,
     )  # fmt: skip

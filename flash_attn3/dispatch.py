@@ -16,10 +16,12 @@ MAX_HEAD_DIM = 256
 # softmax_scale is a normal float32 in the kernels, also times log2(e).
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**127
+MAX_LENGTH = 2**31 - 1
 
 
 class Problem(NamedTuple):
-    """One call of dense attention. The window is normalised (see `normalize_window`): causal is (-1, 0)."""
+    """One call. The window is normalised (see `normalize_window`): causal is (-1, 0). Lengths of a packed batch are its
+    mean ones; the true ones are not known on the host."""
 
     device: torch.device
     dtype: torch.dtype
@@ -33,6 +35,13 @@ class Problem(NamedTuple):
     softcap: float = 0.0
     has_qv: bool = False
     has_descale: bool = False
+    has_sink: bool = False
+    varlen: bool = False
+
+
+def mask_of(problem: Problem) -> tuple[float, int, int, int, float]:
+    """softmax_scale, window_left, window_right, attention_chunk, softcap, with which every operator ends."""
+    return (problem.softmax_scale, *problem.window, problem.attention_chunk, problem.softcap)
 
 
 _hopper: dict[int, bool] = {}  # per CUDA device index; a GPU's capability does not change
@@ -73,9 +82,11 @@ def _largest(dims: set[tuple[int, int]]) -> list[tuple[int, int]]:
     return [x for x in dims if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in dims)]
 
 
+_SUBSET = "FLASH_ATTN3_KERNELS chose a subset"
 _TABLE_DTYPES = (("bf16", torch.bfloat16), ("fp16", torch.float16))
 _rows = forward_rows(ops.kernel_table())
 _backward_rows = backward_rows(ops.kernel_table())
+_ops = {row["op"] for row in ops.kernel_table()}
 
 
 def capability(index: int) -> tuple[int, int]:
@@ -112,6 +123,11 @@ def has_backward(dtype: torch.dtype, head_dim: int, head_dim_v: int, determinist
     return False
 
 
+def has_op(op: str) -> bool:
+    """Whether this build has that kernel, one that serves every dtype and head dim."""
+    return op in _ops
+
+
 def normalize_window(window_size: tuple[int, int], causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """(left, right) where a bound that reaches past every key is -1; causal forces right to 0."""
     left, right = window_size
@@ -127,6 +143,12 @@ def normalize_chunk(attention_chunk: int, seqlen_q: int, seqlen_k: int) -> int:
     if attention_chunk >= max(1, seqlen_q, seqlen_k):
         return 0 if seqlen_q <= seqlen_k else seqlen_q  # more queries than keys: the first ones are in chunk -1
     return attention_chunk
+
+
+def normalize_packed(window_size: tuple[int, int], causal: bool, attention_chunk: int) -> tuple[tuple[int, int], int]:
+    """Window and chunk for sequences of any length: what does not fit into int32 reaches past every key."""
+    left, right = [-1 if bound > MAX_LENGTH else bound for bound in window_size]
+    return (left, 0 if causal else right), min(attention_chunk, MAX_LENGTH)
 
 
 def _reasons(problem: Problem) -> list[tuple]:
@@ -152,17 +174,18 @@ def _reasons(problem: Problem) -> list[tuple]:
     elif ops.loaded and problem.dtype in checks.HALF:
         dims = problem.head_dim, problem.head_dim_v
         if not has_row(problem.dtype, *dims):
-            lacking = "head dims {} and {} in {}: this build lacks the kernel (FLASH_ATTN3_KERNELS chose a subset)"
-            reasons.append((lacking, *dims, problem.dtype))
+            lacking = "head dims {} and {} in {}: this build lacks the kernel ({})"
+            reasons.append((lacking, *dims, problem.dtype, _SUBSET))
     if not MIN_SCALE <= problem.softmax_scale <= MAX_SCALE:
         limits = "softmax_scale {}: the kernels need it from {} to {}"
         reasons.append((limits, problem.softmax_scale, MIN_SCALE, MAX_SCALE))
-    if problem.window != (-1, -1) and problem.window != (-1, 0):
-        reasons.append(("window_size {}: the kernels do causal and unbounded attention", problem.window))
-    if problem.attention_chunk > 0:
-        reasons.append(("attention_chunk {}: the kernels do not", problem.attention_chunk))
     if problem.softcap > 0:
-        reasons.append(("softcap {}: the kernels do not", problem.softcap))
+        ratio = problem.softmax_scale / problem.softcap  # of which the kernels take the tanh
+        if not (MIN_SCALE <= problem.softcap <= MAX_SCALE and MIN_SCALE <= ratio <= MAX_SCALE):
+            limits = "softcap {}: the kernels need it, and softmax_scale / softcap, from {} to {}"
+            reasons.append((limits, problem.softcap, MIN_SCALE, MAX_SCALE))
+    if problem.varlen and ops.loaded and not has_op("packed_schedule"):
+        reasons.append(("cu_seqlens_q, cu_seqlens_k: this build lacks the kernel packed_schedule ({})", _SUBSET))
     if problem.has_qv:
         reasons.append(("qv: the kernels do not",))
     if problem.has_descale:
@@ -197,13 +220,21 @@ def backward_reasons_not_supported(problem: Problem, deterministic: bool) -> lis
     if not reasons and not has_backward(problem.dtype, problem.head_dim, problem.head_dim_v, deterministic):
         kind = "deterministic backward" if deterministic else "backward"
         dims = f"head dims {problem.head_dim} and {problem.head_dim_v} in {problem.dtype}"
-        reasons.append(f"{dims}: this build lacks a kernel of the {kind} (FLASH_ATTN3_KERNELS chose a subset)")
+        reasons.append(f"{dims}: this build lacks a kernel of the {kind} ({_SUBSET})")
+    elif not reasons and problem.has_sink and not has_op("backward_sink"):
+        reasons.append(f"sink: this build lacks the kernel backward_sink ({_SUBSET})")
     return reasons
 
 
 def use_kernel_backward(problem: Problem, deterministic: bool) -> bool:
     """Whether the kernels run the backward."""
-    return not _reasons(problem) and has_backward(problem.dtype, problem.head_dim, problem.head_dim_v, deterministic)
+    dims = (problem.head_dim, problem.head_dim_v)
+    return not _reasons(problem) and runs_backward(problem.dtype, *dims, problem.has_sink, deterministic)
+
+
+def runs_backward(dtype: torch.dtype, head_dim: int, head_dim_v: int, has_sink: bool, deterministic: bool) -> bool:
+    """Whether the kernels run the backward of a forward that they ran."""
+    return has_backward(dtype, head_dim, head_dim_v, deterministic) and (not has_sink or has_op("backward_sink"))
 
 
 def must_be_deterministic(deterministic: bool) -> bool:
@@ -235,14 +266,15 @@ def explain_problem(problem: Problem, deterministic: bool = False) -> Explanatio
     reasons = reasons_not_supported(problem)
     backward_reasons = backward_reasons_not_supported(problem, deterministic)
     dims = (problem.head_dim, problem.head_dim_v, problem.seqlen_q, problem.seqlen_k)
-    numbers = (*dims, problem.window[1] == 0, problem.dtype == torch.bfloat16)
+    kind = (problem.varlen, problem.dtype == torch.bfloat16)
     kernel, backward = None, "portable (blockwise PyTorch on the tensors' device)"
     if not reasons:
-        kernel = _names([torch.ops.flash_attn3.select_kernel(*numbers)])
+        kernel = _names([torch.ops.flash_attn3.select_kernel(*dims, *kind)])
     if problem.dtype == checks.FP8:
         backward = "none (float8_e4m3fn)"
     elif not backward_reasons:
-        backward = "kernel, " + _names(torch.ops.flash_attn3.select_backward(*numbers, deterministic))
+        bounds = (*problem.window, problem.attention_chunk)
+        backward = "kernel, " + _names(torch.ops.flash_attn3.select_backward(*dims, *bounds, *kind, deterministic))
     return Explanation("kernel" if kernel else "portable", kernel, tuple(reasons), backward, tuple(backward_reasons))
 
 
@@ -252,20 +284,25 @@ def _names(rows) -> str:
 
 
 def checked_problem(
-    q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin, *, wide, function
-) -> Problem:
-    """The problem of a call, its arguments checked (see flash_attn3.checks for `wide` and `function`)."""
-    checks.dense(q, k, v, qv, *descales, wide, function)
-    _, seqlen_q, _, head_dim = q.shape
-    _, seqlen_k, _, head_dim_v = v.shape
+    q, k, v, qv, descales, sink, lengths, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin, *,
+    wide, function,
+) -> Problem:  # fmt: skip
+    """The problem of a call, its arguments checked (see flash_attn3.checks for `lengths`, `wide` and `function`)."""
+    checks.inputs(q, k, v, qv, *descales, sink, lengths, wide, function)
+    seqlen_q, seqlen_k, head_dim, head_dim_v = q.shape[-3], k.shape[-3], q.shape[-1], v.shape[-1]
     if softmax_scale is None:
         softmax_scale = float((head_dim + (0 if qv is None else head_dim_v)) ** -0.5)
     softmax_scale, window_size, attention_chunk, softcap = checks.options(
         softmax_scale, window_size, attention_chunk, softcap, sm_margin
     )
+    if lengths is None:
+        window = normalize_window(window_size, causal, seqlen_q, seqlen_k)
+        attention_chunk = normalize_chunk(attention_chunk, seqlen_q, seqlen_k)
+    else:
+        batch = max(1, lengths[0].shape[0] - 1)
+        seqlen_q, seqlen_k = seqlen_q // batch, seqlen_k // batch
+        window, attention_chunk = normalize_packed(window_size, causal, attention_chunk)
     return Problem(
-        q.device, q.dtype, seqlen_q, seqlen_k, head_dim, head_dim_v, softmax_scale,
-        normalize_window(window_size, causal, seqlen_q, seqlen_k),
-        normalize_chunk(attention_chunk, seqlen_q, seqlen_k),
-        softcap, qv is not None, any(x is not None for x in descales),
+        q.device, q.dtype, seqlen_q, seqlen_k, head_dim, head_dim_v, softmax_scale, window, attention_chunk, softcap,
+        qv is not None, any(x is not None for x in descales), sink is not None, lengths is not None,
     )  # fmt: skip

@@ -6,6 +6,8 @@ All of them are one computation. With scale = softmax_scale, row i at position p
     s_ij = scale * q_i . k_j [+ scale * qv_i . v_j];  with softcap c > 0: s -> c * tanh(s / c)
     visible: causal j <= p;  window p - left <= j <= p + right (inclusive, -1 unbounded);  chunk j // c == p // c
     lse_i = log sum_j exp(s_ij);  out_i = sum_j exp(s_ij - lse_i) v_j;  without a visible key out 0 and lse -inf
+
+`attention` also takes a sink, one more summand exp(sink) of every row. Packed batches are in flash_attn3.varlen.
 """
 
 import torch
@@ -83,18 +85,20 @@ def flash_attn_func(
     ):
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         if not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()):
-            out, lse = _forward(q, k, v, scale, bool(causal))
+            out, lse = _forward(q, k, v, None, scale, -1, 0 if causal else -1, 0, 0.0)
             return (out, lse) if return_attn_probs else out
         if q is not k and q is not v and k is not v:
-            window = (-1, 0) if causal else (-1, -1)
             return _differentiable(
-                q, k, v, None, scale, window, 0, 0.0, True, bool(deterministic), bool(return_attn_probs)
-            )
+                q, k, v, None, None, None, None, None, None, scale, -1, 0 if causal else -1, 0, 0.0,
+                True, bool(deterministic), bool(return_attn_probs),
+            )  # fmt: skip
     descales = (q_descale, k_descale, v_descale)
-    out, lse = _attend(
-        q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
-        wide=False, backend=None, function="flash_attn_func", deterministic=deterministic, with_lse=return_attn_probs,
+    problem = dispatch.checked_problem(
+        q, k, v, qv, descales, None, None, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
+        wide=False, function="flash_attn_func",
     )  # fmt: skip
+    tensors = (q, k, v, qv, None)
+    out, lse = autograd.attend(problem, tensors, descales, None, None, deterministic, return_attn_probs)
     return (out, lse) if return_attn_probs else out
 
 
@@ -113,27 +117,19 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ):
-    """`flash_attn_func` of q, k, v that are slices of one tensor; nothing is copied.
+    """`flash_attn_func` of q, k, v that are slices of one tensor. Nothing is copied, and the gradient is one tensor.
 
     qkv is (B, S, 3, H, D), or with num_heads_q (B, S, num_heads_q + 2 * Hkv, D): the query heads, then the key heads,
     then the value heads. The other arguments, the result and the errors are those of flash_attn_func.
     """
-    checks.tensor("qkv", qkv)
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
-        q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None:
-        num_heads_q = checks.integer("num_heads_q", num_heads_q)
-        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
-        if num_heads_q < 1 or kv_heads < 1 or rest:
-            raise ValueError(
-                f"num_heads_q is {num_heads_q}; dim 2 of qkv, {qkv.shape[2]}, must be num_heads_q + 2 * Hkv"
-            )
-        q, k, v = qkv.split((num_heads_q, kv_heads, kv_heads), 2)
-    else:
-        raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)}; it must be (batch, seqlen, 3, heads, head_dim), or "
-            "(batch, seqlen, heads_q + 2 * heads_kv, head_dim) with num_heads_q"
-        )
+    num_heads_q = checks.packed_heads(qkv, num_heads_q, varlen=False)
+    q, k, v = checks.slices(qkv, num_heads_q)
+    if qkv.requires_grad and torch.is_grad_enabled() and qkv.dtype != checks.FP8 and not _transformed():
+        problem = dispatch.checked_problem(
+            q, k, v, None, (q_descale, k_descale, v_descale), None, None, softmax_scale, causal, window_size,
+            attention_chunk, softcap, sm_margin, wide=False, function="flash_attn_qkvpacked_func",
+        )  # fmt: skip
+        return autograd.attend_packed_heads(problem, qkv, num_heads_q, None, None, deterministic, return_attn_probs)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
         deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
@@ -150,6 +146,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     attention_chunk: int = 0,
+    sink: Tensor | None = None,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -158,18 +155,22 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ):
-    """flash_attn_func with fp32 and fp64 as further dtypes (on the portable backend) and a choice of backend.
+    """flash_attn_func with sinks, fp32 and fp64 as further dtypes (on the portable backend), and a choice of backend.
 
     Arguments that flash_attn_func has too mean the same. For float64 inputs lse is float64.
+        sink: (H,) float32 (float64 for float64 inputs), differentiable: a logit of every row of its query head that
+            joins the softmax without a value. It is neither scaled nor capped, and lse includes it: out is
+            sum_j exp(s_ij) v_j / (exp(sink) + sum_j exp(s_ij)). A row without a visible key has out 0 and lse = sink.
         return_lse: return (out, lse).
         backend: None chooses; "kernel" raises NotImplementedError with the reasons where the kernels cannot run the
             call; "portable" never uses them.
     """
     descales = (q_descale, k_descale, v_descale)
-    out, lse = _attend(
-        q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, 0,
-        wide=True, backend=backend, function="attention", deterministic=deterministic, with_lse=return_lse,
+    problem = dispatch.checked_problem(
+        q, k, v, qv, descales, sink, None, softmax_scale, causal, window_size, attention_chunk, softcap, 0,
+        wide=True, function="attention",
     )  # fmt: skip
+    out, lse = autograd.attend(problem, (q, k, v, qv, sink), descales, None, backend, deterministic, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -200,40 +201,7 @@ def explain(
     """
     descales = (q_descale, k_descale, v_descale)
     problem = dispatch.checked_problem(
-        q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
+        q, k, v, qv, descales, None, None, softmax_scale, causal, window_size, attention_chunk, softcap, sm_margin,
         wide=True, function="explain",
     )  # fmt: skip
     return dispatch.explain_problem(problem, deterministic)
-
-
-def _attend(
-    q, k, v, qv, descales, *options, wide, backend, function, deterministic, with_lse
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of a call with any options, those of `checked_problem`; lse may be missing unless `with_lse`."""
-    problem = dispatch.checked_problem(q, k, v, qv, descales, *options, wide=wide, function=function)
-    numbers = (problem.softmax_scale, problem.window, problem.attention_chunk, problem.softcap)
-    kernel = dispatch.use_kernel(problem, backend)
-    needs_grad = q.requires_grad or k.requires_grad or v.requires_grad or (qv is not None and qv.requires_grad)
-    needs_grad = needs_grad and torch.is_grad_enabled()
-    if q.dtype == checks.FP8 and needs_grad:
-        raise NotImplementedError("q, k, v: float8_e4m3fn has no gradient; use torch.no_grad() or 16-bit inputs")
-    transformed = _transformed()
-    if q.dtype == checks.FP8 or not (needs_grad or transformed):
-        return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
-    arguments = (*numbers, kernel, bool(deterministic), bool(with_lse))
-    if transformed:
-        if torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                autograd.refuse_compiled_transform()
-            return autograd.forward(q, k, v, qv, *descales, *numbers, kernel)
-        autograd.refuse_tangents(q=q, k=k, v=v, qv=qv)
-        return autograd.TransformableAttention.apply(q, k, v, qv, *arguments)
-    # torch.compile refuses one tensor in two places of an autograd.Function.
-    if k is q:
-        k = k.view_as(k)
-    if v is q or v is k:
-        v = v.view_as(v)
-    if qv is q:
-        qv = qv.view_as(qv)
-    result = autograd.Attention.apply(q, k, v, qv, *arguments)
-    return result if with_lse else (result, None)

@@ -2,7 +2,8 @@
 
 The kernels take 16-bit (N, .., H, L, E) tensors on a Hopper GPU without attn_mask and dropout. torch's causal mask is
 aligned top-left: row i sees keys j <= i. For L == S that is the kernels' bottom-right mask, for L < S it is that mask
-after the keys from L on are dropped, and L > S goes to torch. Masks, dropout, fp32, fp64 and other devices do too.
+after the keys from L on are dropped, and for L > S a window that reaches L - S keys to the right. Masks, dropout, fp32,
+fp64 and other devices go to torch.
 """
 
 import torch
@@ -76,7 +77,6 @@ def _kernels_apply(
         and shape_k[:-1] == shape_v[:-1]
         and head_dim == shape_k[-1]
         and (heads == kv_heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0))
-        and not (is_causal and shape[-2] > shape_k[-2])
         and (scale is None or dispatch.MIN_SCALE <= scale <= dispatch.MAX_SCALE)
         and dispatch.has_row(dtype, head_dim, shape_v[-1])
     )
@@ -86,20 +86,20 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: f
     """The kernel on (N, .., H, L, E) tensors that `_kernels_apply` accepted."""
     shape = query.shape
     scale = shape[-1] ** -0.5 if scale is None else scale
-    if is_causal and key.shape[-2] != shape[-2]:
-        key, value = key[..., : shape[-2], :], value[..., : shape[-2], :]
+    window_right = -1
+    if is_causal:
+        window_right = 0
+        if key.shape[-2] > shape[-2]:
+            key, value = key[..., : shape[-2], :], value[..., : shape[-2], :]
+        elif key.shape[-2] < shape[-2]:
+            window_right = shape[-2] - key.shape[-2]
     lead = shape[:-3]
     if len(lead) == 1:
-        return _heads_first(query, key, value, scale, is_causal)
+        return _heads_first(query, key, value, scale, window_right)
     if not lead:
-        return _heads_first(query[None], key[None], value[None], scale, is_causal)[0]
-    return _heads_first(*(x.flatten(0, -4) for x in (query, key, value)), scale, is_causal).unflatten(0, lead)
+        return _heads_first(query[None], key[None], value[None], scale, window_right)[0]
+    return _heads_first(*(x.flatten(0, -4) for x in (query, key, value)), scale, window_right).unflatten(0, lead)
 
 
-def _heads_first(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Tensor:
-    # torch.compile refuses one tensor in two places of an autograd.Function.
-    if key is query:
-        key = key.view_as(key)
-    if value is query or value is key:
-        value = value.view_as(value)
-    return autograd.attention_heads_first(query, key, value, scale, is_causal)
+def _heads_first(query: Tensor, key: Tensor, value: Tensor, scale: float, window_right: int) -> Tensor:
+    return autograd.attention_heads_first(*autograd.distinct((query, key, value)), scale, window_right)

@@ -40,12 +40,13 @@ def attention(
     q_descale=None,
     k_descale=None,
     v_descale=None,
+    sink=None,
     rows=None,
     dtype=torch.float64,
 ):
     """(out (B, Sq, H, Dv), lse (B, H, Sq)) in `dtype`; differentiable.
 
-    q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), qv (B, Sq, H, Dv), descales (B, Hkv).
+    q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), qv (B, Sq, H, Dv), descales (B, Hkv), sink (H,).
     rows: indices of the query rows to compute; out and lse then have only those.
     """
     sq, sk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -70,26 +71,87 @@ def attention(
         s = softcap * torch.tanh(s / softcap)
     seen = visible(sq, sk, causal=causal, window=window, chunk=chunk, rows=rows, device=q.device)
     s = s.masked_fill(~seen, float("-inf"))
+    empty = (~seen.any(-1)).expand(s.shape[1:3])  # (H, rows)
+    columns = s
+    if sink is not None:  # one more column of scores, whose value would be 0
+        columns = torch.cat([s, sink.to(dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
+        empty = empty & (sink == float("-inf"))[:, None]
     # Rows without a key are kept out of logsumexp, whose gradient there is NaN.
-    empty = ~seen.any(-1)
-    lse = torch.logsumexp(s.masked_fill(empty[:, None], 0.0), -1) if sk else s.new_zeros(s.shape[:3])
-    p = torch.exp(s - lse[..., None]).masked_fill(empty[:, None], 0.0)
+    lse = columns.masked_fill(empty[..., None], 0.0).logsumexp(-1) if columns.shape[-1] else s.new_zeros(s.shape[:3])
+    p = torch.exp(s - lse[..., None]).masked_fill(empty[..., None], 0.0)
     out = torch.einsum("bhij,bjhd->bihd", p, v)
     return out, lse.masked_fill(empty, float("-inf"))
 
 
-def gradients(q, k, v, dout, dlse=None, *, dtype=torch.float64, qv=None, **options):
-    """dq, dk, dv (and dqv with qv) in `dtype` of (out * dout).sum() + (lse * dlse).sum(), by autograd of the formula.
+def gradients(q, k, v, dout, dlse=None, *, dtype=torch.float64, qv=None, sink=None, function=attention, **options):
+    """dq, dk, dv (and dqv with qv, then dsink with a sink) in `dtype` of (out * dout).sum() + (lse * dlse).sum(), by
+    autograd of the formula.
 
     dlse at rows without a key takes no part: their lse is constant.
     """
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v) + (() if qv is None else (qv,))]
-    out, lse = attention(*leaves[:3], qv=leaves[3] if qv is not None else None, dtype=dtype, **options)
+    leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in (q, k, v, qv, sink)]
+    out, lse = function(*leaves[:3], qv=leaves[3], sink=leaves[4], dtype=dtype, **options)
     loss = (out * dout.to(dtype)).sum()
     if dlse is not None:
         finite = lse.detach() > float("-inf")
         loss = loss + (torch.where(finite, lse, 0) * torch.where(finite, dlse.to(dtype), 0)).sum()
-    return torch.autograd.grad(loss, leaves)
+    leaves = [x for x in leaves if x is not None]
+    if not loss.requires_grad:  # a packed batch without a sequence
+        return [torch.zeros_like(x) for x in leaves]
+    return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+
+
+def sequences(cu_seqlens, seqused, total):
+    """(begin, end, first row owned, end of the rows owned, malformed) of each sequence in a tensor of `total` rows.
+
+    Sequence b owns what lies between the largest of cu_seqlens up to b and the largest up to b + 1, within the tensor.
+    """
+    cu = [int(x) for x in cu_seqlens]
+    largest = [min(total, max(0, *cu[: b + 1])) for b in range(len(cu))]
+    result = []
+    for b in range(len(cu) - 1):
+        length = cu[b + 1] - cu[b]
+        used = length if seqused is None else int(seqused[b])
+        malformed = cu[b] < 0 or cu[b] < largest[b] or length < 0 or cu[b + 1] > total or not 0 <= used <= length
+        result.append((cu[b], cu[b] + used, largest[b], largest[b + 1], malformed))
+    return result
+
+
+def packed(q, k, v, *, lengths, qv=None, dtype=torch.float64, **options):
+    """`attention` of a packed batch, sequence by sequence: (out (Tq, H, Dv), lse (H, Tq)); differentiable.
+
+    q (Tq, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), qv (Tq, H, Dv). lengths: cu_seqlens_q, cu_seqlens_k, seqused_q,
+    seqused_k (None: all). Rows without an owner have out 0, lse -inf; those of malformed sequences have NaN.
+    """
+    cu_q, cu_k, used_q, used_k = lengths
+    descales = {name: options.pop(name, None) for name in ("q_descale", "k_descale", "v_descale")}
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype, device=q.device)
+    both = zip(sequences(cu_q, used_q, q.shape[0]), sequences(cu_k, used_k, k.shape[0]), strict=True)
+    for b, ((begin, end, first, last, bad), (key_begin, key_end, _, _, bad_keys)) in enumerate(both):
+        if bad or bad_keys:
+            out[first:last], lse[:, first:last] = float("nan"), float("nan")
+            continue
+        given = {name: None if x is None else x[b : b + 1] for name, x in descales.items()}
+        out[begin:end], lse[:, begin:end] = (
+            x[0]
+            for x in attention(
+                q[None, begin:end], k[None, key_begin:key_end], v[None, key_begin:key_end],
+                qv=None if qv is None else qv[None, begin:end], dtype=dtype, **given, **options,
+            )
+        )  # fmt: skip
+    return out, lse
+
+
+def sink_floor(sink, dout, out, lse, dtype):
+    """The floor for dsink, beside 1e-4 three times the root sum of squares of what the rounding of out adds to it.
+
+    It sums delta = rowsum(dout * out), and out was saved in `dtype`; a baseline of few numbers may not show that.
+    """
+    share = (sink - lse.transpose(-1, -2)).exp()[..., None]  # (.., rows, H, 1)
+    terms = (share * dout * out).double().nan_to_num(0).square()
+    total = terms.movedim(-2, 0).flatten(1).sum(1).sqrt().max().item() if terms.numel() else 0.0
+    return 1e-4 + 3 * torch.finfo(dtype).eps / 2 * total
 
 
 def tolerance(ref, base, floor=1e-5):

@@ -44,6 +44,12 @@ def test_signatures():
     assert parameters(flash_attn_func) == parameters_of_text(f"q, k, v, {OPTIONS}")
     assert parameters(flash_attn_qkvpacked_func) == parameters_of_text(PACKED)
     assert parameters(flash_attn3.explain) == parameters(flash_attn_func)
+    extended = (
+        "q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, attention_chunk=0, "
+        "sink=None, qv=None, q_descale=None, k_descale=None, v_descale=None, deterministic=False, return_lse=False, "
+        "backend=None"
+    )
+    assert parameters(attention) == parameters_of_text(extended)
     sdpa = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False"
     assert parameters(flash_attn3.scaled_dot_product_attention) == parameters_of_text(sdpa)
     assert set(flash_attn3.__all__) <= set(dir(flash_attn3))
@@ -186,8 +192,8 @@ def test_which_calls_go_straight_to_the_kernel(monkeypatch):
     """The short cuts of flash_attn_func take what the kernels do and nothing else; the rest takes the checked way."""
     calls = []
 
-    def forward(q, k, v, softmax_scale, causal):
-        calls.append((softmax_scale, causal))
+    def forward(q, k, v, *options):
+        calls.append(options)
         return q, q
 
     def differentiable(*arguments):
@@ -199,7 +205,10 @@ def test_which_calls_go_straight_to_the_kernel(monkeypatch):
     monkeypatch.setattr(interface, "_has_kernels", lambda index: True)
     monkeypatch.setattr(interface, "_has_row", lambda dtype, *dims: dtype == torch.bfloat16 and max(dims) <= 256)
     q, k, v = (x.as_subclass(OnHopper) for x in inputs())
-    for options, want in (({}, (8**-0.5, False)), ({"softmax_scale": 0.3, "causal": 1}, (0.3, True))):
+    for options, want in (
+        ({}, (None, 8**-0.5, -1, -1, 0, 0.0)),
+        ({"softmax_scale": 0.3, "causal": 1}, (None, 0.3, -1, 0, 0, 0.0)),
+    ):
         assert flash_attn_func(q, k, v, **options) is q and calls.pop() == want
     for options in (
         {"softmax_scale": -0.3},
@@ -215,11 +224,11 @@ def test_which_calls_go_straight_to_the_kernel(monkeypatch):
     assert not calls
     leaf = k.detach().requires_grad_()
     for options, want in (
-        ({}, (None, 8**-0.5, (-1, -1), 0, 0.0, True, False, False)),
-        ({"softmax_scale": 0.3, "causal": 1, "deterministic": True}, (None, 0.3, (-1, 0), 0, 0.0, True, True, False)),
-        ({"return_attn_probs": True}, (None, 8**-0.5, (-1, -1), 0, 0.0, True, False, True)),
+        ({}, (8**-0.5, -1, -1, 0, 0.0, True, False, False)),
+        ({"softmax_scale": 0.3, "causal": 1, "deterministic": True}, (0.3, -1, 0, 0, 0.0, True, True, False)),
+        ({"return_attn_probs": True}, (8**-0.5, -1, -1, 0, 0.0, True, False, True)),
     ):
-        assert flash_attn_func(q, leaf, v, **options) is q and calls.pop() == want
+        assert flash_attn_func(q, leaf, v, **options) is q and calls.pop() == ((None,) * 6 + want)
     flash_attn_func(q, leaf, v, softcap=1.0)
     flash_attn_func(leaf, leaf, leaf)  # torch.compile refuses that in an autograd.Function
     for arguments in ((q, k, None), (q[0, 0, 0, 0], k, v), (q[0], k, v), (q, k, v[0]), (q, k, v, float("nan"))):

@@ -52,6 +52,46 @@ def test_the_grid_is_the_standard_one():
     assert {cell.op for cell in deterministic} == {"bwd"} and len(deterministic) == 3 * 4 * 2
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0), (0, 0), (-1, 3), (7, 2), (100, 100)])
+def test_visible_pairs(window, causal):
+    for seqlen_q, seqlen_k in ((24, 24), (10, 30), (30, 10), (1, 50), (7, 0), (0, 7)):
+        seen = oracle.visible(seqlen_q, seqlen_k, causal=causal, window=window)
+        assert cells.visible_pairs(seqlen_q, seqlen_k, causal, window) == int(seen.sum())
+        position = torch.arange(seqlen_q) + seqlen_k - seqlen_q
+        assert torch.equal(reference.visible(position, seqlen_k, causal, window), seen)
+
+
+def test_flops_of_packed_batches_and_windows_are_exact(monkeypatch):
+    lengths = (5, 0, 31, 64)
+    monkeypatch.setattr(cells, "sequence_lengths", lambda case: lengths)
+    cell = cells.Cell("varlen_fwd", "bf16", 16, 24, 4, 6, 2, 64, 64, True, case="any")
+    pairs = sum(int(oracle.visible(n, n, causal=True).sum()) for n in lengths)
+    assert cell.flops == 2 * 6 * pairs * (16 + 24)
+    assert replace(cell, op="varlen_bwd").flops == 2.5 * cell.flops
+    full = replace(cell, causal=False)
+    assert full.flops == 2 * 6 * sum(n * n for n in lengths) * (16 + 24)
+    window = cells.Cell("fwd", "bf16", 16, 16, 3, 4, 4, 50, 70, False, window=(9, 0))
+    assert window.flops == 2 * 3 * 4 * int(oracle.visible(50, 70, window=(9, 0)).sum()) * 32
+
+
+def test_packed_cells_are_those_of_the_targets():
+    targets, grid = cells.load_targets(), cells.all_cells()
+    for op in ("varlen_fwd", "varlen_bwd"):
+        for case, count in (("lognormal", 64), ("short", 512), ("one-long", 64), ("equal", 16), ("tiny", 8192)):
+            cell, lengths = cells.packed_cell(op, case), cells.sequence_lengths(case)
+            assert cell in grid and cell.batch == len(lengths) == count and cell.seqlen_q == max(lengths)
+            peer = cells.dense_peer(cell)
+            assert (peer is not None) == (case in ("equal", "tiny")) and (peer is None or peer in grid)
+            assert (cells.target_of(cell, targets) is None) == (op == "varlen_bwd" or case == "tiny")
+    assert sum(cells.sequence_lengths("one-long")) == 16384 + 63 * 128
+    assert [round(sum(cells.sequence_lengths(case)) / 1000) for case in ("lognormal", "short")] == [78, 74]
+    assert {32, 255} == {f(cells.sequence_lengths("short")) for f in (min, max)}
+    short = cells.target_of(cells.packed_cell("varlen_fwd", "short"), targets)
+    assert short.floor == pytest.approx(1.5 * 3.46) and short.aim == pytest.approx(2.5 * 3.46)
+    assert sum(cell.window == (1023, 0) for cell in grid) == 2
+
+
 def test_every_standard_cell_has_targets():
     targets = cells.load_targets()
     found = {cell.name: cells.target_of(cell, targets) for cell in cells.all_cells()}
@@ -124,6 +164,31 @@ def test_wrong_gradients_are_found(lengths, causal, monkeypatch):
             grads = [x.clone() for x in exact]
             grads[which][-1, -1, -1] += value * grads[which].abs().max()
             assert not reference.gradient_error(grads, refs) < run.WRONG
+
+
+@pytest.mark.parametrize("op", ["varlen_fwd", "varlen_bwd", "fwd", "bwd"])
+def test_measuring_packed_batches_and_windows(op, monkeypatch):
+    """The first, the last and the longest sequence are compared; what another mask gives is wrong."""
+    for module in (cells, providers):
+        monkeypatch.setattr(module, "sequence_lengths", lambda case: (5, 20, 9, 3))
+    packed = op.startswith("varlen")
+    mask = {"causal": True, "case": "any", "batch": 4} if packed else {"causal": False, "window": (6, 0)}
+    cell = replace(TINY, op=op, **mask)
+    ours = providers.for_cell(cell, providers.available("cpu"), "cpu")
+    (entry,) = run.measure(cell, ours, "cpu", rounds=1, round_ms=0.5)
+    assert entry["tflops"] == pytest.approx(cell.flops / entry["ms"] / 1e9, rel=1e-3) and entry["rel_err"] < run.WRONG
+    assert report.cell_of(json.loads(json.dumps(entry))) == cell
+    other = replace(cell, causal=False) if packed else replace(cell, window=(7, 0))
+    (provider,) = providers.for_cell(other, providers.available("cpu"), "cpu")
+    wrong = replace(provider, call=lambda q, k, v, causal: provider.call(q, k, v, other.causal))
+    assert run.measure(cell, [wrong], "cpu", rounds=1, round_ms=0.1)[0]["rel_err"] > run.WRONG
+
+
+def test_heads_that_are_repeated_for_a_peer():
+    q, k, v, dout = providers.make_inputs(TINY_BACKWARD, "cpu")
+    _, more_k, more_v, _ = providers.repeated((q, k, v, dout), 2)
+    grads = providers.gradients_of(oracle.gradients(q, more_k, more_v, dout, causal=True), 2)
+    assert reference.gradient_error(grads, reference.sampled_gradients(q, k, v, dout, True)) < 1e-6
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -254,6 +319,42 @@ def test_readme_section_with_a_backward():
     text = readme.section(record_of(*rows))
     assert text.count("660 (1.10x)") == 12 and text.index("Forward, bf16") < text.index("Backward, timed alone")
     assert "With `deterministic=True` it takes +10.0% to +10.0% more time." in text
+
+
+def packed_record() -> dict:
+    names = {"equal": (500, 230), "short": (150, 30), "tiny": (100, 90)}
+    rows = [row(cells.packed_cell(op, case), p, t) for op in ("varlen_fwd", "varlen_bwd")
+            for case, rates in names.items() for p, t in zip(("flash_attn3", "fa2"), rates, strict=True)]  # fmt: skip
+    rows += [row(cells.dense_peer(cells.packed_cell("varlen_fwd", "equal")), "flash_attn3", 520)]
+    window = cells.window_cell("fwd")
+    rows += [row(window, "flash_attn3", 600) | {"walked_tflops": 660.0}, row(window, "fa2", 250)]
+    return record_of(*rows)
+
+
+def test_packed_batches_and_windows_in_tables():
+    record = packed_record()
+    equal = cells.packed_cell("varlen_fwd", "equal")
+    share = (500 / equal.flops) / (520 / cells.dense_peer(equal).flops)  # of times: dense FLOPs are half the square
+    lines = report.packed_table(record)
+    assert len(lines) == 6 and "2.17 x fa2 (parity 2.26, floor 2.19, aim 2.26: BELOW FLOOR)" in lines[0]
+    assert f"{share:.3f} of the dense rate" in lines[0] and "dense" not in lines[1]
+    assert "5.00 x fa2" in lines[1] and "BELOW FLOOR" in lines[1] and "parity" not in lines[2]
+    below = report.below_floor(record)
+    assert len(below) == 2 and "2.174 of FlashAttention-2" in below[0] and "short" in below[1]
+    (line,) = report.window_table(record)
+    assert "flash_attn3 600.0, fa2 250.0  660.0 on the blocks walked" in line
+    assert len(report.table(record)) == 2  # the header and the dense cell
+
+
+def test_packed_batches_and_windows_in_the_readme_and_the_plot(tmp_path):
+    text = readme.section(packed_record())
+    assert "| 512 of 32 to 255 tokens | 150 (5.00x) | 150 (5.00x) |" in text and "(2.17x, 0.96 of dense)" in text
+    assert "600 TFLOP/s on visible positions, 660 on the blocks that hold them." in text
+    assert "lognormal" not in text
+    pytest.importorskip("matplotlib")
+    assert plot.draw_packed(packed_record(), tmp_path / "varlen.png")
+    assert (tmp_path / "varlen.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot.draw_packed(record_of(), tmp_path / "none.png") and not plot.draw(packed_record(), "fwd", tmp_path)
 
 
 def test_readme_has_the_table_of_the_committed_record():

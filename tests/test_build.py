@@ -25,7 +25,7 @@ def test_names_are_unique_and_say_the_row():
         assert row.name == f"{row.op}_{row.dtype}_d{row.head_dim}_dv{row.head_dim_v}_m{row.block_m}_n{row.block_n}"
         assert row.block_m % (16 if row.op in ("backward", "backward_keys") else 64) == 0 and row.block_n % 8 == 0
     for row in TABLE.AUXILIARY:
-        assert row.name == f"{row.op}_{row.dtype}"
+        assert row.name == (row.op if row.dtype == "any" else f"{row.op}_{row.dtype}") and row.block_m == 0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -35,6 +35,7 @@ def test_table_covers_the_head_dims(dtype):
     for op in ("backward_keys", "backward_queries"):
         assert {(row.head_dim, row.head_dim_v) for row in TABLE.BACKWARD if (row.op, row.dtype) == (op, dtype)} == tiles
     assert {row.op for row in TABLE.AUXILIARY if row.dtype == dtype} == {"backward_prepare", "backward_finish"}
+    assert [row.name for row in TABLE.rows() if row.dtype == "any"] == ["packed_schedule", "backward_sink"]
 
 
 def test_filter():
@@ -52,7 +53,7 @@ def test_filter():
 
 
 def test_generated_sources(tmp_path):
-    patterns = "*_d128_dv128_*, *_d256_*, backward_prepare*, backward_finish*"  # every family
+    patterns = "*_d128_dv128_*, *_d256_*, backward_prepare*, backward_finish*, backward_sink, packed_*"  # every family
     units = plan.generate(patterns, tmp_path)
     selected = TABLE.select(patterns)
     names = [row.name for row in selected]
@@ -63,12 +64,13 @@ def test_generated_sources(tmp_path):
         assert f'#include "{row.header}"' in text and f"<{row.config}>(params, grid, stream)" in text
         assert (ROOT / "csrc" / row.header).is_file()
     listed = (tmp_path / "generated" / "kernel_table.cpp").read_text()
-    entries = re.findall(r'\{"(\w+)", "(\w+)", .*, (\S+), (\S+)\},', listed)
+    entries = re.findall(r'\{"(\w+)", "(\w+)", .*, (\S+), (\S+), (\S+)\},', listed)
     assert [entry[0] for entry in entries] == names
-    for name, op, forward, backward in entries:
-        assert (forward, backward) == (
-            (f"&launch_{name}", "nullptr") if op == "forward" else ("nullptr", f"&launch_{name}")
-        )
+    for name, op, *pointers in entries:
+        directions = [op.startswith(direction) for direction in ("forward", "backward", "packed")]
+        assert pointers == [f"&launch_{name}" if own else "nullptr" for own in directions] and sum(directions) == 1
+        parameters = ("Forward", "Backward", "Packed")[directions.index(True)]
+        assert f"void launch_{name}({parameters}Params const&, int, cudaStream_t);" in listed
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "generated").iterdir()}
     plan.generate(patterns, tmp_path)
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "generated").iterdir()}
@@ -208,6 +210,15 @@ def test_a_failing_compiler_is_shown(unit, capsys):
     Path("compiler.py").write_text("import sys; print('no such thing'); sys.exit(2)")
     assert unit() == 1
     assert "no such thing" in capsys.readouterr().out and not list(Path("cache").rglob("*.json"))
+
+
+def test_a_file_that_changes_during_its_compilation_is_not_cached(unit, capsys):
+    Path("compiler.py").write_text(COMPILER + "time.sleep(0.05); Path('my header.h').write_text('later')")
+    Path("compiler.py").write_text("import time\n" + Path("compiler.py").read_text())
+    assert unit() == 1
+    assert "my header.h; build again" in capsys.readouterr().out and not list(Path("cache").rglob("*.json"))
+    Path("compiler.py").write_text(COMPILER)
+    assert unit() == 0
 
 
 def test_cache_is_pruned_oldest_first(tmp_path):

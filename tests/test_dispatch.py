@@ -21,6 +21,7 @@ def capability(monkeypatch):
         monkeypatch.setattr(dispatch, "_rows", {dtype: [(256, 256)] for dtype in checks.HALF})
         every = {(dtype, flag): [(256, 256)] for dtype in checks.HALF for flag in (False, True)}
         monkeypatch.setattr(dispatch, "_backward_rows", every)
+        monkeypatch.setattr(dispatch, "_ops", {"packed_schedule", "backward_sink"})
         monkeypatch.setattr(dispatch, "_hopper", {})
         monkeypatch.setattr(dispatch, "capability", lambda index: value)
 
@@ -37,6 +38,11 @@ def test_hopper_runs_the_kernels(capability):
     for changes in (
         {},
         {"window": (-1, 0)},
+        {"window": (5, 3)},
+        {"attention_chunk": 4},
+        {"softcap": 2.0},
+        {"has_sink": True},
+        {"varlen": True},
         {"dtype": torch.float16},
         {"head_dim": 256, "head_dim_v": 256},
         {"head_dim": 1, "head_dim_v": 3},
@@ -77,10 +83,9 @@ def test_capability_is_that_of_the_tensors_device(monkeypatch, capability):
         ({"softmax_scale": 0.0}, "softmax_scale"),
         ({"softmax_scale": -1.0}, "softmax_scale"),
         ({"softmax_scale": 1e-50}, "softmax_scale"),
-        ({"window": (5, 0)}, "window_size"),
-        ({"window": (-1, 3)}, "window_size"),
-        ({"attention_chunk": 4}, "attention_chunk"),
-        ({"softcap": 2.0}, "softcap"),
+        ({"softcap": 1e-39}, "softcap"),
+        ({"softcap": 1e39}, "softcap"),
+        ({"softcap": 1e38, "softmax_scale": 1e-5}, "softcap"),
         ({"has_qv": True}, "qv"),
         ({"has_descale": True}, "q_descale"),
     ],
@@ -114,6 +119,8 @@ def test_has_row_is_what_select_kernel_finds():
         for head_dim in dims:
             for head_dim_v in dims:
                 row = torch.ops.flash_attn3.select_kernel(head_dim, head_dim_v, 9, 9, False, dtype == torch.bfloat16)
+                packed = torch.ops.flash_attn3.select_kernel(head_dim, head_dim_v, 9, 9, True, dtype == torch.bfloat16)
+                assert (row >= 0) == (packed >= 0)
                 assert dispatch.has_row(dtype, head_dim, head_dim_v) == (row >= 0)
 
 
@@ -154,7 +161,7 @@ def test_a_backward_that_the_build_lacks(monkeypatch, capability):
         (reason,) = dispatch.backward_reasons_not_supported(p, deterministic)
         assert "this build lacks" in reason and str(head_dim) in reason and ("determin" in reason) == deterministic
     assert dispatch.use_kernel_backward(problem(head_dim=96), False)
-    for changes in ({"softcap": 1.0}, {"device": torch.device("cpu")}):  # a portable forward has a portable backward
+    for changes in ({"has_qv": True}, {"device": torch.device("cpu")}):  # a portable forward has a portable backward
         assert not dispatch.use_kernel_backward(problem(**changes), False)
         assert dispatch.backward_reasons_not_supported(problem(**changes), False) == dispatch.reasons_not_supported(
             problem(**changes)
@@ -168,7 +175,7 @@ def test_has_backward_is_what_select_backward_finds():
         for head_dim in dims:
             for head_dim_v in dims:
                 for flag, length in ((False, 9), (False, 9999), (True, 9)):
-                    numbers = (head_dim, head_dim_v, length, length, True, dtype == torch.bfloat16, flag)
+                    numbers = (head_dim, head_dim_v, length, length, -1, 0, 0, False, dtype == torch.bfloat16, flag)
                     rows = torch.ops.flash_attn3.select_backward(*numbers)
                     assert dispatch.has_backward(dtype, head_dim, head_dim_v, flag) == (min(rows) >= 0)
 
@@ -195,15 +202,24 @@ def test_explain_names_the_rows_of_the_backward(monkeypatch, capability):
     monkeypatch.setattr(ops, "kernel_table", lambda: [{"id": i, "name": name} for i, name in enumerate(names)])
     library = torch.library.Library("flash_attn3", "IMPL")
     try:
-        library.impl("select_kernel", lambda *_: 0, "CompositeExplicitAutograd", allow_override=True)
-        library.impl(
-            "select_backward", lambda *x: (1, 4, 5) if x[-1] else (1, 2, 3), "CompositeExplicitAutograd",
-            allow_override=True,
-        )  # fmt: skip
+        asked = []
+
+        def select_kernel(*numbers):
+            asked.append(numbers)
+            return 0
+
+        def select_backward(*numbers):
+            asked.append(numbers)
+            return (1, 4, 5) if numbers[-1] else (1, 2, 3)
+
+        for function in (select_kernel, select_backward):
+            library.impl(function.__name__, function, "CompositeExplicitAutograd", allow_override=True)
         for flag, rows in ((False, (1, 2, 3)), (True, (1, 4, 5))):
-            how = dispatch.explain_problem(problem(), flag)
+            how = dispatch.explain_problem(problem(varlen=flag, window=(5, 3), attention_chunk=4), flag)
             assert how.kernel == "forward_x" and how.backward_reasons == ()
             assert how.backward == "kernel, " + ", ".join(names[row] for row in rows) and how.backward in str(how)
+            backward = (64, 64, 128, 128, 5, 3, 4, flag, True, flag)
+            assert asked[-2:] == [(64, 64, 128, 128, flag, True), backward]
         monkeypatch.setattr(dispatch, "_backward_rows", {})
         how = dispatch.explain_problem(problem())
         assert how.kernel and how.reasons == () and how.backward.startswith("portable")
@@ -251,6 +267,19 @@ def test_normalised_chunks_see_the_same_keys():
     assert dispatch.normalize_chunk(2**70, 9, 9) == 0
 
 
+def test_normalised_bounds_of_packed_batches():
+    """Those of an operator fit int32, and see the same keys of sequences of any length."""
+    largest = dispatch.MAX_LENGTH
+    for given, causal, chunk, want in (
+        ((-1, -1), False, 0, ((-1, -1), 0)),
+        ((127, 126), False, 64, ((127, 126), 64)),
+        ((127, 126), True, 2**31, ((127, 0), largest)),
+        ((2**31, 2**70), False, 2**70, ((-1, -1), largest)),
+        ((largest, largest), False, largest, ((largest, largest), largest)),
+    ):
+        assert dispatch.normalize_packed(given, causal, chunk) == want
+
+
 def test_explain():
     q, k = torch.randn(1, 8, 4, 16).bfloat16(), torch.randn(1, 9, 2, 16).bfloat16()
     how = flash_attn3.explain(q, k, k, causal=True, softcap=3.0, window_size=(2, 2))
@@ -259,9 +288,11 @@ def test_explain():
     text = str(how)
     assert text.count("device cpu") == 1
     assert flash_attn3.explain(q, k, k, deterministic=True).backward == how.backward
-    for word in ("portable", "device cpu", "softcap 3.0", "window_size (2, 0)", "backward"):
+    for word in ("portable", "device cpu", "backward"):
         assert word in text, text
     assert flash_attn3.explain(q.float(), k.float(), k.float()).backend == "portable"
+    cu = torch.tensor([0, 8], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
+    assert str(flash_attn3.explain_varlen(q[0], k[0], k[0], *cu, 8, 9)) == str(flash_attn3.explain(q, k, k))
     with pytest.raises(ValueError, match="k has 9 keys and v 8"):
         flash_attn3.explain(q, k, k[:, :8])
 
@@ -286,7 +317,8 @@ def test_explain_asks_with_the_lengths(capability):
     for seqlen, causal, deterministic in itertools.product((64, 900, 4096), (False, True), (False, True)):
         dims = {"head_dim": 128, "head_dim_v": 128, "seqlen_q": seqlen, "seqlen_k": seqlen}
         how = dispatch.explain_problem(problem(**dims, window=(-1, 0) if causal else (-1, -1)), deterministic)
-        rows = torch.ops.flash_attn3.select_backward(128, 128, seqlen, seqlen, causal, True, deterministic)
+        bounds = (-1, 0 if causal else -1, 0)
+        rows = torch.ops.flash_attn3.select_backward(128, 128, seqlen, seqlen, *bounds, False, True, deterministic)
         assert how.backward == "kernel, " + ", ".join(ops.kernel_table()[row]["name"] for row in rows)
 
 

@@ -145,30 +145,47 @@ FEATURES = {
     "MQA": {"heads": 3, "kv_heads": 1},
     "value head dim": {"dv": 5},
     "qv": {"with_qv": True},
-    "all": {"with_qv": True, "softcap": 2.0, "window_size": (3, 0), "attention_chunk": 3, "heads": 4, "dv": 2, "sk": 7},
+    "sink": {"with_sink": True, "heads": 4},
+    "sink, rows without a key": {"with_sink": True, "causal": True, "sk": 2},
+    "sink, no key at all": {"with_sink": True, "sk": 0},
+    "all": {
+        "with_qv": True,
+        "with_sink": True,
+        "softcap": 2.0,
+        "window_size": (3, 0),
+        "attention_chunk": 3,
+        "heads": 4,
+        "dv": 2,
+        "sk": 7,
+    },
 }
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_against_finite_differences_and_the_formula(feature):
     """Every feature in float64: torch.autograd.gradcheck of out and lse, and the oracle's gradients to rounding."""
-    options = {"heads": 2, "kv_heads": 2, "sk": 5, "dv": 3, "with_qv": False, **FEATURES[feature]}
-    heads, kv_heads, sk, dv, with_qv = (options.pop(x) for x in ("heads", "kv_heads", "sk", "dv", "with_qv"))
+    options = {"heads": 2, "kv_heads": 2, "sk": 5, "dv": 3, "with_qv": False, "with_sink": False, **FEATURES[feature]}
+    names = ("heads", "kv_heads", "sk", "dv", "with_qv", "with_sink")
+    heads, kv_heads, sk, dv, with_qv, with_sink = (options.pop(x) for x in names)
     torch.manual_seed(8)
     shapes = [(1, 5, heads, 3), (1, sk, kv_heads, 3), (1, sk, kv_heads, dv)] + [(1, 5, heads, dv)] * with_qv
+    shapes += [(heads,)] * with_sink
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
-    def call(q, k, v, qv=None):
-        out, lse = flash_attn3.attention(q, k, v, qv=qv, return_lse=True, **options)
+    def optional(rest):
+        return {"qv": rest[0] if with_qv else None, "sink": rest[-1] if with_sink else None}
+
+    def call(q, k, v, *rest):
+        out, lse = flash_attn3.attention(q, k, v, return_lse=True, **optional(rest), **options)
         return out, lse.where(lse.detach().isfinite(), 0)  # -inf has no difference quotient
 
     assert torch.autograd.gradcheck(call, inputs)
-    out, lse = flash_attn3.attention(*inputs[:3], qv=inputs[3] if with_qv else None, return_lse=True, **options)
+    out, lse = flash_attn3.attention(*inputs[:3], return_lse=True, **optional(inputs[3:]), **options)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     got = torch.autograd.grad([out, lse], inputs, [dout, dlse])
     names = {"window_size": "window", "attention_chunk": "chunk", "softmax_scale": "scale"}
     options = {names.get(name, name): value for name, value in options.items()}
-    want = oracle.gradients(*inputs[:3], dout, dlse, qv=inputs[3] if with_qv else None, **options)
+    want = oracle.gradients(*inputs[:3], dout, dlse, **optional(inputs[3:]), **options)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
@@ -399,7 +416,7 @@ def test_merged_out_and_lse_give_the_gradients_of_the_whole():
     """Context parallel: the backward of each half of the keys, with the out and lse of all of them."""
     torch.manual_seed(5)
     q, k, v, dout = (torch.randn(2, 50, 4, 16) for _ in range(4))
-    options = (0.25, -1, -1, 0, 0.0)
+    options = (None, 0.25, -1, -1, 0, 0.0)
     backward, forward = torch.ops.flash_attn3.portable_backward, torch.ops.flash_attn3.portable_forward
     out, lse = forward(q, k, v, None, None, None, None, *options)
     want = backward(dout, None, q, k, v, None, out, lse, *options)

@@ -111,7 +111,6 @@ def dense():
 def test_what_comes_later_says_so():
     q, k, v, _ = dense()
     calls = (
-        lambda: interface.flash_attn_varlen_func(q[0], k[0], v[0], None, None, 20, 30),
         lambda: interface.flash_attn_with_kvcache(q, k, v),
         lambda: interface.flash_attn_combine(q, q),
         lambda: interface.get_scheduler_metadata(1, 1, 1, 1, 1, 64, None),
@@ -119,7 +118,9 @@ def test_what_comes_later_says_so():
         lambda: torch.ops.flash_attn_3.get_scheduler_metadata(1, 1, 1, 1, 1, 64, 64, torch.bfloat16, q),
         lambda: interface._flash_attn_forward(q, k, v, page_table=q),
         lambda: torch.ops.flash_attn_3.fwd(q, k, v, seqused_k=q),
-        lambda: torch.ops.flash_attn_3.bwd(q, q, k, v, q, q, cu_seqlens_q=q),
+        lambda: torch.ops.flash_attn_3.fwd(q, k, v, cu_seqlens_q=q),
+        lambda: torch.ops.flash_attn_3.bwd(q, q, k, v, q, q, seqused_q=q),
+        lambda: interface._flash_attn_backward(q, q, k, v, q, q, sequed_k=q, dq=q, dk=k, dv=v),
     )
     for call in calls:
         with pytest.raises(NotImplementedError, match=r"not implemented in this version|in this version; leave it out"):
@@ -148,6 +149,46 @@ def test_raw_operators():
     dq, (dk, dv) = torch.empty_like(q), packed.unbind(2)
     ops.bwd(dout, q, k, v, want, want_lse, dq, dk, dv, is_causal=True)
     assert all(torch.equal(a, b) for a, b in zip((dq, dk, dv), want_grads, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["kernel", "portable"])
+def test_packed_batches(request, backend):
+    """Positionally as clients call: raw operators and underscored functions, into strided outputs, gaps filled."""
+    if backend == "kernel":
+        request.getfixturevalue("kernels")
+    q, k, v, dout = (x.flatten(0, 1) for x in dense())
+    cu_q, cu_k = torch.tensor([0, 12, 38], dtype=torch.int32), torch.tensor([0, 30, 55], dtype=torch.int32)
+    used_q, used_k = torch.tensor([12, 20], dtype=torch.int32), torch.tensor([28, 25], dtype=torch.int32)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want, want_lse = interface.flash_attn_varlen_func(
+        *leaves, cu_q, cu_k, 26, 30, used_q, used_k, window_size=(9, 3), softcap=2.0, return_attn_probs=True
+    )
+    want_grads = torch.autograd.grad(want, leaves, dout)
+    ops, options = torch.ops.flash_attn_3, {"window_size_left": 9, "window_size_right": 3, "softcap": 2.0}
+    given = torch.full((4, 40, 16), float("nan")).bfloat16().transpose(0, 1)
+    for out in (None, given):
+        got, lse, *rest = ops.fwd(
+            q, k, v, None, None, None, out, cu_q, cu_k, None, used_q, used_k, 26, 30, **options, num_splits=1
+        )
+        assert torch.equal(got, want) and torch.equal(lse, want_lse) and len(rest) == 2
+        got, lse, *_ = interface._flash_attn_forward(
+            q, k, v, out_=out, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used_q, seqused_k=used_k,
+            max_seqlen_q=26, max_seqlen_k=torch.tensor(30), **options,
+        )  # fmt: skip
+        assert torch.equal(got, want) and torch.equal(lse, want_lse) and (out is None or got is out)
+    lengths = (cu_q, cu_k, used_q, used_k, 26, 30)
+    results = ops.bwd(dout, q, k, v, want, want_lse, None, None, None, *lengths, **options)
+    assert all(torch.equal(a, b) for a, b in zip(results[:3], want_grads, strict=True))
+    for raw in (True, False):
+        grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+        if raw:
+            ops.bwd(dout, q, k, v, want, want_lse, *grads, *lengths, **options)
+        else:
+            delta = interface._flash_attn_backward(dout, q, k, v, want, want_lse, *lengths, *grads, **options)
+            assert delta.shape == want_lse.shape
+        assert all(torch.equal(a, b) for a, b in zip(grads, want_grads, strict=True))
+    with pytest.raises((ValueError, RuntimeError), match="softmax_lse has shape"):
+        ops.bwd(dout, q, k, v, want, want_lse.t().contiguous(), None, None, None, *lengths)
 
 
 def test_underscore_functions():
@@ -180,7 +221,7 @@ def test_the_backwards_of_the_operators_run_on_the_kernels(kernels):
     q, k, v, dout = dense()
     out, lse = interface.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     backward = torch.ops.flash_attn3.portable_backward
-    want = backward(dout, None, q, k, v, None, out, lse, 0.25, -1, 0, 0, 0.0)[:3]
+    want = backward(dout, None, q, k, v, None, out, lse, None, 0.25, -1, 0, 0, 0.0)[:3]
 
     def bwd(**options):
         grads = torch.empty(2, 4, 20, 16).bfloat16().transpose(1, 2), None, torch.empty_like(v)
@@ -225,11 +266,20 @@ def test_custom_operators_trace():
     out, lse = interface.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     grads = [torch.empty_like(x) for x in (q, k, v)]
     options = (0.25, True, -1, -1)
-    descales = (None,) * 4
+    descales, dense_lengths = (None,) * 4, (None,) * 4
     ops = torch.ops.flash_attn_3
-    torch.library.opcheck(ops._flash_attn_forward.default, (q, k, v, *descales, *options, 0, 0.0))
-    torch.library.opcheck(ops._flash_attn_forward_out.default, (q, k, v, *descales, *options, 0, 0.0, out))
-    torch.library.opcheck(ops._flash_attn_backward.default, (dout, q, k, v, out, lse, *grads, *options, 0.0, True))
+    forward, backward = (*descales, *dense_lengths, *options, 0, 0.0), (*dense_lengths, *options, 0.0, True)
+    torch.library.opcheck(ops._flash_attn_forward.default, (q, k, v, *forward))
+    torch.library.opcheck(ops._flash_attn_forward_out.default, (q, k, v, *forward, out))
+    torch.library.opcheck(ops._flash_attn_backward.default, (dout, q, k, v, out, lse, *grads, *backward))
+    q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
+    lengths = (torch.tensor([0, 15, 38], dtype=torch.int32), torch.tensor([0, 50, 60], dtype=torch.int32), None, None)
+    forward, backward = (*descales, *lengths, *options, 0, 0.0), (*lengths, *options, 0.0, True)
+    out, lse, *_ = ops._flash_attn_forward(q, k, v, *forward)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    torch.library.opcheck(ops._flash_attn_forward.default, (q, k, v, *forward))
+    torch.library.opcheck(ops._flash_attn_forward_out.default, (q, k, v, *forward, out))
+    torch.library.opcheck(ops._flash_attn_backward.default, (dout, q, k, v, out, lse, *grads, *backward))
     with FakeTensorMode():
         q, k, v, _ = dense()
         given = torch.empty_like(q)

@@ -15,10 +15,12 @@ from flash_attn3 import ops
 
 torch.set_num_threads(1)  # the shapes are small, and a busy machine makes threads wait for each other
 NAMES = (
-    "forward", "forward_out", "backward", "backward_out", "kernel_table", "launch_counts", "select_kernel", "schedule",
-    "select_backward", "schedule_backward",
+    "forward", "forward_out", "forward_varlen", "forward_varlen_out", "backward", "backward_out", "backward_varlen",
+    "backward_varlen_out", "kernel_table", "launch_counts", "select_kernel", "select_backward", "schedule",
+    "schedule_backward", "schedule_varlen", "varlen_layout",
 )  # fmt: skip
-PORTABLE = ("portable_forward", "portable_backward")
+PORTABLE = ("portable_forward", "portable_forward_varlen", "portable_backward", "portable_backward_varlen")
+CAUSAL = (0.25, -1, 0, 0, 0.0)  # softmax_scale, window_left, window_right, attention_chunk, softcap
 
 
 def inputs(sq=5, sk=7, h=4, hkv=2, d=8, dv=6, dtype=torch.bfloat16, seed=0):
@@ -54,27 +56,45 @@ def test_kernel_table():
     assert torch.ops.flash_attn3.launch_counts().shape == (len(table),)
 
 
-def portable_arguments(dtype, with_qv, d=8):
-    q, k, v = inputs(dtype=dtype, d=d)
-    qv = torch.randn(2, 5, 4, 6).to(dtype) if with_qv else None
-    options = (0.3, 3, 0, 0, 1.5)
-    out, lse = torch.ops.flash_attn3.portable_forward(q, k, v, qv, None, None, None, *options)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    return (q, k, v, qv, None, None, None, *options), (dout, dlse, q, k, v, qv, out, lse, *options)
+def packed(tensors):
+    """(rows of all sequences, heads, head dim) from (batch, sequence, heads, head dim)."""
+    return [x.flatten(0, 1) for x in tensors]
+
+
+def lengths(cu_seqlens_q, cu_seqlens_k, seqused_q=None, seqused_k=None):
+    """As operators take them."""
+    return [
+        None if x is None else torch.tensor(x, dtype=torch.int32)
+        for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    ]
+
+
+UNEVEN = ([0, 4, 10], [0, 9, 13], [3, 6], None)  # of 2 x 5 queries and 2 x 7 keys, with gaps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("with_qv", [False, True])
-def test_opcheck(dtype, with_qv):
-    forward, backward = portable_arguments(dtype, with_qv)
-    torch.library.opcheck(torch.ops.flash_attn3.portable_forward.default, forward)
-    torch.library.opcheck(torch.ops.flash_attn3.portable_backward.default, backward)
+@pytest.mark.parametrize("with_all", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_opcheck(dtype, with_all, is_packed):
+    """Of the portable operators, with and without qv and a sink."""
+    suffix = "_varlen" if is_packed else ""
+    forward, backward = (getattr(torch.ops.flash_attn3, f"portable_{way}{suffix}") for way in ("forward", "backward"))
+    tensors = [*inputs(dtype=dtype), torch.randn(2, 5, 4, 6).to(dtype)]
+    q, k, v, qv = packed(tensors) if is_packed else tensors
+    qv, sink = (qv, torch.randn(4)) if with_all else (None, None)
+    options = (*(lengths(*UNEVEN) if is_packed else ()), sink, 0.3, 3, 0, 0, 1.5)
+    arguments = (q, k, v, qv, None, None, None, *options)
+    out, lse = forward(*arguments)
+    torch.library.opcheck(forward.default, arguments)
+    torch.library.opcheck(
+        backward.default, (torch.randn_like(out), torch.randn_like(lse), q, k, v, qv, out, lse, *options)
+    )
 
 
 def test_opcheck_e4m3():
     q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs())
     scale = torch.rand(2, 2)
-    arguments = (q, k, v, None, scale, scale, scale, 0.3, -1, 0, 0, 0.0)
+    arguments = (q, k, v, None, scale, scale, scale, None, 0.3, -1, 0, 0, 0.0)
     # test_schema compares arguments before and after with arithmetic that torch lacks for e4m3.
     torch.library.opcheck(torch.ops.flash_attn3.portable_forward.default, arguments, test_utils="test_faketensor")
 
@@ -107,45 +127,85 @@ def test_fakes_are_like_the_real_thing_c31(s):
         assert fake == real
 
 
-def test_fakes_of_the_kernel_operators():
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_fakes_of_the_kernel_operators(with_sink):
+    operators = torch.ops.flash_attn3
     with FakeTensorMode():
         q, k, v = inputs(d=16, dv=24)
-        out, lse = torch.ops.flash_attn3.forward(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), 0.25, True)
-        assert out.shape == (5, 2, 4, 24) and out.is_contiguous() and out.dtype == torch.bfloat16
-        assert lse.shape == (5, 4, 2) and lse.is_contiguous() and lse.dtype == torch.float32
-        lse = torch.ops.flash_attn3.forward_out(q, k, v, torch.empty_like(q), 0.25, True)
-        assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+        sink = torch.zeros(4) if with_sink else None
+        out, lse = operators.forward(*(x.transpose(0, 1) for x in (q, k, v)), sink, *CAUSAL)
+        assert description((out, lse)) == description(
+            (torch.empty(5, 2, 4, 24, dtype=torch.bfloat16), torch.empty(5, 4, 2))
+        )
+        assert description([operators.forward_out(q, k, v, sink, torch.empty(2, 5, 4, 24), *CAUSAL)]) == description(
+            [torch.empty(2, 4, 5)]
+        )
+        for where in (lengths([0, 4, 10], [0, 9, 13]), lengths(*UNEVEN)):
+            out, lse = operators.forward_varlen(*packed((q, k, v)), *where, sink, *CAUSAL)
+            assert description((out, lse)) == description(
+                (torch.empty(10, 4, 24, dtype=torch.bfloat16), torch.empty(4, 10))
+            )
+            lse = operators.forward_varlen_out(*packed((q, k, v)), *where, sink, torch.empty_like(out), *CAUSAL)
+            assert description([lse]) == description([torch.empty(4, 10)])
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_fakes_of_the_kernel_backward(with_dlse):
-    """On fake CUDA tensors: contiguous gradients of the inputs' shapes, whatever the strides; backward_out writes."""
+def test_fakes_of_the_kernel_backward(with_dlse, is_packed):
+    """On fake CUDA tensors: contiguous gradients of the inputs' shapes, whatever the strides; the `_out` form writes
+    them. dsink has a number a head, or none without a sink."""
     operators = torch.ops.flash_attn3
+    name = "backward_varlen" if is_packed else "backward"
+    backward, backward_out = getattr(operators, name), getattr(operators, f"{name}_out")
     with FakeTensorMode():
-        q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in inputs(d=16, dv=24))
-        out, lse = operators.forward(q, k, v, 0.25, True)
-        dout, dlse = out.new_empty(()).expand(out.shape), torch.empty_like(lse) if with_dlse else None
-        heads_first = ((b, h, s, d) for b, s, h, d in (x.shape for x in (q, k, v)))
-        views = [torch.empty(shape, dtype=q.dtype, device="cuda").transpose(1, 2) for shape in heads_first]
+        shapes = [x.shape[1:] if is_packed else x.shape for x in inputs(d=16, dv=24)]
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        heads_first = [(*b, h, s, d) for *b, s, h, d in shapes]
+        views = [torch.empty(shape, dtype=q.dtype, device="cuda").transpose(-3, -2) for shape in heads_first]
+        where = (torch.empty(3, dtype=torch.int32, device="cuda"),) * 2 + (None, None) if is_packed else ()
+        sink, no_sink = torch.empty(4, device="cuda"), torch.empty(0, device="cuda")
         for tensors in ((q, k, v), views):
-            grads = operators.backward(dout, dlse, *tensors, out, lse, 0.25, True, False)
-            assert description(grads) == description((q, k, v)) and all(x.is_cuda for x in grads)
-            assert operators.backward_out(dout, dlse, *tensors, out, lse, *views, 0.25, True, True) is None
-    schema = operators.backward_out.default._schema
-    written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
-    assert written == ["dq", "dk", "dv"] and not operators.backward.default._schema.is_mutable
+            forward = operators.forward_varlen if is_packed else operators.forward
+            out, lse = forward(*tensors, *where, None, *CAUSAL)
+            dout, dlse = out.new_empty(()).expand(out.shape), torch.empty_like(lse) if with_dlse else None
+            given = (dout, dlse, *tensors, out, lse, *where)
+            for with_sink, dsink in ((None, no_sink), (sink, sink)):
+                grads = backward(*given, with_sink, *CAUSAL, False)
+                wanted = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in tensors]
+                assert description(grads) == description((*wanted, dsink)) and all(x.is_cuda for x in grads)
+                result = backward_out(*given, with_sink, *tensors, *CAUSAL, True)
+                assert description([result]) == description([dsink])
 
 
-def test_opcheck_of_the_kernel_operators(kernels):
+@pytest.mark.parametrize("name", ["forward", "forward_varlen", "backward", "backward_varlen"])
+def test_only_out_forms_write(name):
+    targets = ["out"] if name.startswith("forward") else ["dq", "dk", "dv"]
+    operator, out_form = (getattr(torch.ops.flash_attn3, n).default for n in (name, f"{name}_out"))
+    arguments = out_form._schema.arguments
+    written = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]
+    assert written == targets and not operator._schema.is_mutable
+    assert [x.name for x in operator._schema.arguments] == [x.name for x in arguments if x.name not in targets]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_opcheck_of_the_kernel_operators(kernels, with_sink, is_packed):
     """With the portable backend standing in for the kernels."""
-    q, k, v = inputs(dv=8)
-    operators = torch.ops.flash_attn3
-    out, lse = operators.forward(q, k, v, 0.25, True)
-    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
-    torch.library.opcheck(operators.forward.default, (q, k, v, 0.25, True))
-    torch.library.opcheck(operators.backward.default, (*arguments, 0.25, True, False))
-    torch.library.opcheck(operators.backward_out.default, (*arguments, *grads, 0.25, True, False))
+    suffix = "_varlen" if is_packed else ""
+    forward, backward, backward_out = (
+        getattr(torch.ops.flash_attn3, name)
+        for name in (f"forward{suffix}", f"backward{suffix}", f"backward{suffix}_out")
+    )
+    tensors, where = inputs(dv=8), []
+    if is_packed:
+        tensors, where = packed(tensors), lengths(*UNEVEN)
+    where.append(torch.randn(4) if with_sink else None)
+    out, lse = forward(*tensors, *where, *CAUSAL)
+    given = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, *where)
+    torch.library.opcheck(forward.default, (*tensors, *where, *CAUSAL))
+    torch.library.opcheck(backward.default, (*given, *CAUSAL, False))
+    targets = [torch.zeros_like(x) for x in tensors]
+    torch.library.opcheck(backward_out.default, (*given, *targets, *CAUSAL, False))
 
 
 OPTIONS = [
@@ -197,6 +257,34 @@ def test_compile_fullgraph_around_the_kernels(kernels, dynamic):
                 torch.use_deterministic_algorithms(False)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
             assert [x["deterministic"] for x in kernels.backward[-2:]] == [switch] * 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_compile_fullgraph_of_packed_sequences(request, by_kernels, dynamic):
+    """Lengths are read by the operators alone: other lengths in tensors of the same shape compile nothing again."""
+    if by_kernels:
+        request.getfixturevalue("kernels")
+    torch._dynamo.reset()
+    compiled_graphs = []
+
+    def backend(graph, example_inputs):
+        compiled_graphs.append(graph)
+        return graph.forward
+
+    def call(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        return flash_attn3.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, 10, 14, causal=True, return_attn_probs=True
+        )
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend, dynamic=dynamic)
+    tensors = packed(inputs(dv=8))
+    for where in (([0, 5, 10], [0, 7, 14]), ([0, 1, 9], [0, 12, 12])):
+        where = lengths(*where)[:2]
+        got = with_gradients(lambda q, k, v, where=where: compiled(q, k, v, *where), tensors)
+        want = with_gradients(lambda q, k, v, where=where: call(q, k, v, *where), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert len(compiled_graphs) == 1
 
 
 @pytest.mark.parametrize("what", ["attention", "qkvpacked", "one tensor thrice", "sdpa", "autocast"])

@@ -20,25 +20,29 @@ def make(seed, b, sq, sk, h, hkv, d, dv, dtype):
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def compare(q, k, v, qv=None, grads=True, **options):
+def compare(q, k, v, qv=None, sink=None, grads=True, **options):
     """out, lse, and gradients of both (against those of the formula) for options in the oracle's words."""
     names = {"scale": "softmax_scale", "window": "window_size", "chunk": "attention_chunk"}
     arguments = {names.get(name, name): value for name, value in options.items()}
-    leaves = [x.detach().clone().requires_grad_(grads) for x in (q, k, v) + (() if qv is None else (qv,))]
-    given = leaves[3] if qv is not None else None
-    out, lse = flash_attn3.attention(*leaves[:3], qv=given, backend="portable", return_lse=True, **arguments)
-    ref, ref_lse = oracle.attention(q, k, v, qv=qv, **options)
-    base, base_lse = oracle.attention(q, k, v, qv=qv, dtype=q.dtype, **options)
+    leaves = [None if x is None else x.detach().clone().requires_grad_(grads) for x in (q, k, v, qv, sink)]
+    *tensors, given, logits = leaves
+    leaves = [x for x in leaves if x is not None]
+    out, lse = flash_attn3.attention(*tensors, qv=given, sink=logits, backend="portable", return_lse=True, **arguments)
+    options.update(qv=qv, sink=sink)
+    ref, ref_lse = oracle.attention(q, k, v, **options)
+    base, base_lse = oracle.attention(q, k, v, dtype=q.dtype, **options)
     oracle.assert_close("out", out, ref, base)
     oracle.assert_close("lse", lse, ref_lse, base_lse)
     if not grads:
         return out, lse
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     got = torch.autograd.grad([out, lse], leaves, [dout, dlse])
-    want = oracle.gradients(q, k, v, dout, dlse, qv=qv, **options)
-    base = oracle.gradients(q, k, v, dout, dlse, qv=qv, dtype=q.dtype, **options)
-    for name, *values in zip(("dq", "dk", "dv", "dqv"), got, want, base, strict=False):
-        oracle.assert_close(name, *values, floor=1e-4)
+    want = oracle.gradients(q, k, v, dout, dlse, **options)
+    base = oracle.gradients(q, k, v, dout, dlse, dtype=q.dtype, **options)
+    names = ["dq", "dk", "dv"] + ["dqv"] * (qv is not None) + ["dsink"] * (sink is not None)
+    for name, *values in zip(names, got, want, base, strict=True):
+        floor = oracle.sink_floor(sink, dout, ref, ref_lse, q.dtype) if name == "dsink" else 1e-4
+        oracle.assert_close(name, *values, floor=floor)
     return out, lse
 
 
@@ -94,11 +98,36 @@ def test_qv(dtype):
     compare(q, k, v, qv=qv, window=(5, 5), softcap=3.0, scale=0.2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("sq, sk", [(30, 45), (45, 30), (1, 40), (20, 0)])
+def test_sinks_c47(dtype, sq, sk):
+    """One more logit a head, far below, among and far above the scores; lse includes it."""
+    q, k, v = make(19, 2, sq, sk, 8, 2, 16, 12, dtype)
+    sink = torch.tensor([-1e4, -30.0, -1.0, 0.0, 1.0, 3.0, 9.0, 80.0]).to(torch.promote_types(dtype, torch.float32))
+    for options in ({}, {"causal": True}, {"window": (7, 2), "softcap": 2.0, "scale": 0.3}, {"chunk": 9}):
+        out, lse = compare(q, k, v, sink=sink, **options)
+        if sk == 0 or (options.get("causal") and sq > sk):
+            assert (out[:, 0] == 0).all() and torch.equal(lse[..., 0], sink.expand(2, -1))
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    for sk in (40, 0):
+        q, k, v = (x.requires_grad_() for x in make(20, 1, 50, sk, 4, 2, 16, 16, torch.float32))
+        sink = torch.full((4,), -torch.inf, requires_grad=True)
+        out, lse = flash_attn3.attention(q, k, v, causal=True, sink=sink, return_lse=True)
+        want = flash_attn3.attention(q, k, v, causal=True, return_lse=True)
+        assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+        grads = torch.autograd.grad([out, lse], (q, k, v, sink), [torch.ones_like(out), lse])
+        wanted = torch.autograd.grad(want, (q, k, v), [torch.ones_like(out), lse])
+        assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=False)) and (grads[3] == 0).all()
+
+
 def test_several_blocks_of_rows_keys_and_heads(monkeypatch):
     """Cuts in every dimension, at sizes that do not divide the lengths."""
     monkeypatch.setattr(blocks, "CPU", blocks.BlockSize(64, 48, 1))
     for options in ({}, {"causal": True}, {"window": (30, 20)}, {"chunk": 37}, {"causal": True, "softcap": 1.0}):
         compare(*make(7, 2, 150, 201, 4, 2, 16, 24, torch.float32), **options)
+        compare(*make(7, 2, 150, 201, 4, 2, 16, 24, torch.float32), sink=torch.randn(4), **options)
     monkeypatch.setattr(blocks, "CPU", blocks.BlockSize(64, 48, 3 * 128 * 48))  # a few heads at once, not dividing them
     compare(*make(8, 3, 100, 100, 10, 5, 8, 8, torch.float32), causal=True)
 
@@ -118,6 +147,7 @@ def test_random_problem(seed):
         causal=r.random() < 0.5,
         window=r.choice([(-1, -1), (-1, -1), (r.randint(0, 99), r.randint(-1, 99)), (-1, r.randint(0, 20))]),
         softcap=r.choice([0.0, 0.0, 1.5, 20.0]),
+        sink=torch.randn(q.shape[2]).to(torch.promote_types(dtype, torch.float32)) if r.random() < 0.3 else None,
         chunk=r.choice([0, 0, 0, r.randint(1, 80)]),
     )
 
@@ -268,10 +298,10 @@ def test_memory_is_linear():
     """No operation of forward or backward makes a tensor beyond a few times the inputs, at any length."""
     for s in (1024, 4096):
         q, k, v = make(18, 1, s, s, 1, 1, 8, 8, torch.float32)
-        options = (0.3, 700, 0, 0, 0.0)
+        sink, options = torch.zeros(1), (0.3, 700, 0, 0, 0.0)
         with Largest() as largest:
-            out, lse = portable.forward(q, k, v, None, None, None, None, *options)
-            portable.backward(out, None, q, k, v, None, out, lse, *options)
+            out, lse = portable.forward(q, k, v, None, None, None, None, sink, *options)
+            portable.backward(out, None, q, k, v, None, out, lse, sink, *options)
         bound = max(8 * q.numel(), blocks.CPU.rows * blocks.CPU.keys)
         assert q.numel() <= largest.elements <= bound < s * s
 

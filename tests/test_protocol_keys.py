@@ -1,10 +1,11 @@
 """Barriers of the kernels that hold keys, without a GPU: a model of csrc/kernels/backward/keys under random schedules.
 
-The model mirrors producer.h and consumer.h by hand, function by function and under the same names. Who changes the
-order of waits and arrivals there changes this file too. Each run is a random problem (tiles, some without steps, some
-cut into parts, query heads of a group, causal order or not), a random kernel (dQ fused or not, stages, layout of dQ)
-and a random order of events; its end is compared with the steps written out. So that this proves something, the same
-runs must fail when one wait, fence or arrival is taken out or moved (MUTATIONS).
+The model mirrors producer.h, consumer.h and output.h by hand, function by function and under the same names. Who
+changes the order of waits and arrivals there changes this file too. Each run is a random problem (tiles, some without
+steps, some cut into parts, query heads of a group, causal order or not, softcap or not), a random kernel (dQ fused or
+not, S^T early or not, stages, layout of dQ) and a random order of events; its end is compared with the steps written
+out. So that this proves something, the same runs must fail when one wait, fence or arrival is taken out or moved
+(MUTATIONS).
 
 A tag (tile, head, block) stands for what a step computes; dK and dV are the list of the steps that they sum. Not here:
 what protocol.py leaves out, so also whether global memory shows the parts of a cut tile to who sums them.
@@ -58,7 +59,7 @@ class Shape(NamedTuple):
 
 
 class Walk:
-    """struct Walk of config.h."""
+    """struct Walk of tile.h."""
 
     def __init__(self, shape: Shape, step: int):
         count = shape.end - shape.first
@@ -88,8 +89,11 @@ class Case:
     """A kernel and a problem."""
 
     def __init__(self, pick: random.Random):
-        self.fused = pick.random() < 0.7
-        self.query_stages, self.gradient_stages = pick.choice(((2, 2), (2, 2), (2, 1), (1, 1), (3, 2), (1, 2)))
+        self.fused = pick.random() < 0.6
+        self.early_scores = not self.fused and pick.random() < 0.6
+        stages = ((3, 2), (3, 1), (2, 2)) if self.early_scores else ((2, 2), (2, 2), (2, 1), (1, 1), (3, 2), (1, 2))
+        self.query_stages, self.gradient_stages = pick.choice(stages)
+        self.capped = pick.random() < 0.4
         self.transposed = pick.random() < 0.5
         self.collective = pick.random() < 0.5  # an MMA group starts when all warps have issued it
         self.chunks, self.places = pick.choice(((1, 1), (2, 1), (3, 2)))  # of dV and of dK; in a region
@@ -244,6 +248,10 @@ class Consumer:
     def look(self, tiles: int) -> Condition:
         return self.cta.wait(self.cta.tile_full[tiles % 2], tiles // 2)
 
+    def look_again(self, work: Work, tiles: int) -> None:
+        if self.cta.slots[tiles % 2] != work:
+            raise ProtocolError("the tile's slot is overwritten")
+
     def run(self) -> Agent:
         cta, tiles = self.cta, 0
         if self.warpgroup == 1 and not cta.mutated("no first turn"):
@@ -255,10 +263,9 @@ class Consumer:
                 break
             if cta.mutated("tile_empty before the second look"):
                 empty.arrive()
-            yield from self.walk(work)
+            yield from self.walk(work, tiles)
             yield self.look(tiles)
-            if cta.slots[tiles % 2] != work:
-                raise ProtocolError("the tile's slot is overwritten")
+            self.look_again(work, tiles)
             if work.part >= 0:
                 yield from self.sum_parts(work)
             if work.part < 0 or cta.parts_before[self.warpgroup] == work.parts - 1:
@@ -273,7 +280,7 @@ class Consumer:
         if self.mma.groups:
             raise ProtocolError("the warp exits before its MMA groups")
 
-    def walk(self, work: Work) -> Agent:
+    def walk(self, work: Work, tiles: int) -> Agent:
         cta, fused, mutated = self.cta, self.case.fused, self.cta.mutated
         self.dk = self.dv = ()
         if work.begin >= work.end:
@@ -285,7 +292,10 @@ class Consumer:
         sums = at.head * shape.end + at.block
         yield cta.wait(cta.key_full, self.walked)
         yield from self.issue_scores(self.step, tag, False)
-        there = yield from self.probabilities(self.step, tag)
+        if self.case.capped:
+            yield from self.wait_left()
+        there = yield from self.probabilities(self.step, tag, 0)
+        self.look_again(work, tiles)  # for the mask
         for number in range(work.begin, work.end):
             first, last = number == work.begin, number == work.end - 1
             step, query = self.step, self.step % self.case.query_stages
@@ -306,17 +316,49 @@ class Consumer:
                 cta.value_empty.arrive()
                 if not fused:
                     cta.key_empty.arrive()
-            empty = full = False
+            empty = full = next_there = False
             if fused:
                 empty = cta.score_empty[buffer].test(step // 2 - 1)
                 yield None
                 full = first or cta.score_full[before].test((step - 1) // 2)
+            if self.case.early_scores:
+                next_there = self.queries_there(step + 1)
             yield None
             cta.delta[stage].read(tag)  # dS = P (dP - delta)
             self.mma.check_readable("p")
             self.mma.check_writable("ds")
+            if self.case.capped:  # uncap
+                for region in (*self.own_regions(buffer, 0), *self.own_regions(buffer, 1)):
+                    region.read(("factors", tag))
             if mutated("gradient_empty before dV"):
                 cta.gradient_empty[stage].arrive()
+            if self.case.early_scores:
+                tag_before = tag
+                if not last:
+                    at.advance(shape)
+                    tag = (work.tile, at.head, at.block)
+                    yield from self.issue_scores(step + 1, tag, next_there)
+                self.mma.issue([(cta.q[query], tag_before)], "dk", "ds")
+                yield None
+                yield self.wait_mma(1 if last else 2, "dV")
+                self.mma.check_readable("dv")
+                if not mutated("gradient_empty before dV"):
+                    cta.gradient_empty[stage].arrive()
+                if mutated("query_empty before dK"):
+                    cta.query_empty[query].arrive()
+                if not last:
+                    there = yield from self.probabilities(step + 1, tag, 1)
+                    self.look_again(work, tiles)
+                yield self.wait_mma(0, "dK")
+                self.mma.check_readable("dk")
+                self.dv, self.dk = (*self.dv, tag_before), (*self.dk, tag_before)
+                if not mutated("query_empty before dK"):
+                    cta.query_empty[query].arrive()
+                yield None
+                if last:
+                    break
+                self.step += 1
+                continue
             if fused:
                 if first:
                     yield from self.wait_left()
@@ -334,7 +376,7 @@ class Consumer:
             if not mutated("gradient_empty before dV"):
                 cta.gradient_empty[stage].arrive()
             yield None
-            next_there = cta.query_full[(step + 1) % self.case.query_stages].test((step + 1) // self.case.query_stages)
+            next_there = self.queries_there(step + 1)
             if fused and first and mutated("score_empty in the first step"):
                 cta.score_empty[before].arrive()
             if fused and not first:
@@ -360,7 +402,8 @@ class Consumer:
             at.advance(shape)
             tag = (work.tile, at.head, at.block)
             yield from self.issue_scores(step + 1, tag, next_there)
-            there = yield from self.probabilities(step + 1, tag)
+            there = yield from self.probabilities(step + 1, tag, 0)
+            self.look_again(work, tiles)
             self.step += 1
         if fused:
             yield cta.wait(cta.score_full[buffer], step // 2)
@@ -384,11 +427,17 @@ class Consumer:
         self.mma.issue([(cta.k, tag[0]), (cta.q[stage], tag)], "s")
         yield None
 
-    def probabilities(self, step: int, tag) -> Agent:
+    def queries_there(self, step: int) -> bool:
+        use, stage = divmod(step, self.case.query_stages)
+        return self.cta.query_full[stage].test(use)
+
+    def probabilities(self, step: int, tag, in_flight: int) -> Agent:
         cta, lse = self.cta, self.cta.lse[step % self.case.query_stages]
         lse.read(tag)
-        yield self.wait_mma(0, "S")
+        yield self.wait_mma(in_flight, "S")
         self.mma.check_readable("s")
+        if self.case.capped:
+            yield from self.cap(step, tag)
         use, stage = divmod(step, self.case.gradient_stages)
         there = cta.gradient_full[stage].test(use)
         yield cta.turn[self.warpgroup].sync(self.id)
@@ -398,6 +447,14 @@ class Consumer:
         lse.read(tag)
         self.pass_turn()
         return there
+
+    def cap(self, step: int, tag) -> Agent:
+        if self.case.fused:
+            yield self.wait_empty(step)
+        for half in (0, 1):
+            for region in self.own_regions(step % 2, half):
+                region.write(("factors", tag))
+            yield None
 
     def issue_queries(self, step: int, tag, goes_nowhere: bool = False) -> None:
         reads = [(self.cta.k, tag[0])]

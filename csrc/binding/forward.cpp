@@ -1,8 +1,8 @@
 #include "binding/forward.h"
 
 #include <algorithm>
-#include <optional>
 
+#include "binding/packed.h"
 #include "binding/problem.h"
 #include "host/geometry.h"
 #include "torch/csrc/stable/accelerator.h"
@@ -10,72 +10,118 @@
 namespace flash_attn3 {
 namespace {
 
-void run(Problem const& problem, Tensor const& q_in, Tensor const& k_in, Tensor const& v_in, Tensor const& out,
-         Tensor const& lse, double softmax_scale) {
-  if (problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0) return;
-  int32_t const device = q_in.get_device_index();
+struct Inputs {
+  Tensor const &q, &k, &v;
+  std::optional<Tensor> const& sink;
+  Lengths const* lengths;  // null: a dense batch
+  Scores scores;
+
+  Problem check() const { return check_problem(q, k, v, sink, lengths, scores); }
+};
+
+void run(Problem const& problem, Inputs const& in, Tensor const& out, Tensor const& lse) {
+  // A packed batch without sequences has rows that no sequence owns.
+  if (problem.heads == 0 || problem.seqlen_q == 0 || (problem.batch == 0 && !problem.packed)) return;
+  int32_t const device = in.q.get_device_index();
   check_gpu(device);
   int const id = select_forward(problem);
   if (id < 0) fail_without_kernel(problem, "forward");
   KernelRow const& row = kKernelTable[id];
 
   torch::stable::accelerator::DeviceGuard const guard(device);
-  Tensor const q = prepared(q_in), k = prepared(k_in), v = prepared(v_in), target = target_of(out);
+  Tensor const q = prepared(in.q), k = prepared(in.k), v = prepared(in.v), target = target_of(out);
+  std::optional<Tensor> const sink = contiguous(in.sink);
   int const columns = chunk_columns(row.head_dim, row.head_dim_v);
-  ForwardParams params;
-  params.map_q = make_tensor_map(view_of("q", q, problem.bf16), kRowsPerWarpgroup, columns);
-  params.map_o = make_tensor_map(view_of("out", target, problem.bf16), kRowsPerWarpgroup, columns);
+  ForwardParams params{};
+  params.map_q = make_tensor_map(view_of("q", q, problem), kRowsPerWarpgroup, columns);
+  params.map_o = make_tensor_map(view_of("out", target, problem), kRowsPerWarpgroup, columns);
   if (problem.seqlen_k > 0) {
-    params.map_k = make_tensor_map(view_of("k", k, problem.bf16), row.block_n, columns);
-    params.map_v = make_tensor_map(view_of("v", v, problem.bf16), row.block_n, columns);
+    params.map_k = make_tensor_map(view_of("k", k, problem), row.block_n, columns);
+    params.map_v = make_tensor_map(view_of("v", v, problem), row.block_n, columns);
   } else {
     params.map_k = params.map_v = params.map_q;  // never read
   }
   params.lse = static_cast<float*>(lse.data_ptr());
-  int const sms = multiprocessors(device);
-  params.order = plan_order(problem, row, sms);
+  params.lse_stride_head = problem.seqlen_q;
+  params.lse_stride_batch = problem.packed ? 0 : problem.heads * problem.seqlen_q;
+  params.sink = pointer_to<float const>(sink);
+  params.mask = problem.mask;
   params.heads = int32_t(problem.heads);
   params.heads_per_kv_head = int32_t(problem.heads / problem.kv_heads);
   params.seqlen_q = int32_t(problem.seqlen_q);
   params.seqlen_k = int32_t(problem.seqlen_k);
-  params.scale = float(softmax_scale);
-  params.scale_log2 = float(softmax_scale * kLog2E);
-  params.causal = problem.causal;
+  params.head_dim_v = int32_t(target.size(target.dim() - 1));
+  double const scale = in.scores.softcap > 0 ? in.scores.softcap : in.scores.softmax_scale;
+  params.scale = float(scale);
+  params.scale_log2 = float(scale * kLog2E);
+  params.cap_scale = in.scores.softcap > 0 ? float(in.scores.softmax_scale / in.scores.softcap) : 0.f;
 
+  int const sms = multiprocessors(device);
   cudaStream_t const stream = current_stream(device);
-  int const grid = std::min(params.order.positions, sms);
-  params.counter = nullptr;
-  std::optional<Tensor> counter;
-  if (uses_counter(problem, params.order, sms)) {
-    counter = empty_cuda({1}, ScalarType::Int, device);
-    params.counter = static_cast<int32_t*>(counter->data_ptr());
-    check_cuda(cudaMemsetAsync(params.counter, 0, sizeof(int32_t), stream), "cudaMemsetAsync");
+  params.order = plan_order(problem, row, sms);
+  std::optional<Tensor> workspace;  // the tile counter, or what the kernels of a packed batch share
+  if (problem.packed) {
+    workspace = empty_cuda({PackedBatch::words(problem.batch)}, ScalarType::Int, device);
+    PackedBatch batch(problem, *in.lengths, static_cast<int32_t*>(workspace->data_ptr()));
+    params.packed = batch.order(0, problem, row);
+    params.gaps = batch.query_gaps();
+    params.out = strided(target);
+    params.counter = batch.counter(0);
+    batch.schedule(stream);
+    launch(id, params, packed_grid(problem, row, sms), stream);
+  } else {
+    if (uses_counter(problem, params.order, sms)) {
+      workspace = empty_cuda({1}, ScalarType::Int, device);
+      params.counter = static_cast<int32_t*>(workspace->data_ptr());
+      check_cuda(cudaMemsetAsync(params.counter, 0, sizeof(int32_t), stream), "cudaMemsetAsync");
+    }
+    launch(id, params, std::min(params.order.positions, sms), stream);
   }
-  launch(id, params, grid, stream);
   deliver(target, out);
 }
 
-Tensor empty_lse(Problem const& p, Tensor const& q) {
-  return empty_cuda({p.batch, p.heads, p.seqlen_q}, ScalarType::Float, q.get_device_index());
+std::tuple<Tensor, Tensor> run(Inputs const& in) {
+  Problem const problem = in.check();
+  Tensor const out = empty_out(problem, in.q), lse = empty_lse(problem, in.q);
+  run(problem, in, out, lse);
+  return {out, lse};
+}
+
+Tensor run_into(Tensor const& out, Inputs const& in) {
+  Problem const problem = in.check();
+  check_like_out("out", out, problem, in.q);
+  check_no_overlap("out", out);
+  Tensor const lse = empty_lse(problem, in.q);
+  run(problem, in, out, lse);
+  return lse;
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, double softmax_scale, bool causal) {
-  Problem const p = check_problem(q, k, v, softmax_scale, causal);
-  Tensor out = empty_cuda({p.batch, p.seqlen_q, p.heads, p.head_dim_v}, q.scalar_type(), q.get_device_index());
-  Tensor lse = empty_lse(p, q);
-  run(p, q, k, v, out, lse, softmax_scale);
-  return {out, lse};
+std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> sink, double softmax_scale,
+                                   int64_t window_left, int64_t window_right, int64_t attention_chunk, double softcap) {
+  return run({q, k, v, sink, nullptr, {softmax_scale, window_left, window_right, attention_chunk, softcap}});
 }
 
-Tensor forward_out(Tensor q, Tensor k, Tensor v, Tensor out, double softmax_scale, bool causal) {
-  Problem const p = check_problem(q, k, v, softmax_scale, causal);
-  check_tensor("out", out, {p.batch, p.seqlen_q, p.heads, p.head_dim_v}, q.scalar_type(), q);
-  check_no_overlap("out", out);
-  Tensor lse = empty_lse(p, q);
-  run(p, q, k, v, out, lse, softmax_scale);
-  return lse;
+Tensor forward_out(Tensor q, Tensor k, Tensor v, std::optional<Tensor> sink, Tensor out, double softmax_scale,
+                   int64_t window_left, int64_t window_right, int64_t attention_chunk, double softcap) {
+  return run_into(out, {q, k, v, sink, nullptr, {softmax_scale, window_left, window_right, attention_chunk, softcap}});
+}
+
+std::tuple<Tensor, Tensor> forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+                                          std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
+                                          std::optional<Tensor> sink, double softmax_scale, int64_t window_left,
+                                          int64_t window_right, int64_t attention_chunk, double softcap) {
+  Lengths const lengths{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  return run({q, k, v, sink, &lengths, {softmax_scale, window_left, window_right, attention_chunk, softcap}});
+}
+
+Tensor forward_varlen_out(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+                          std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k, std::optional<Tensor> sink,
+                          Tensor out, double softmax_scale, int64_t window_left, int64_t window_right,
+                          int64_t attention_chunk, double softcap) {
+  Lengths const lengths{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  return run_into(out, {q, k, v, sink, &lengths, {softmax_scale, window_left, window_right, attention_chunk, softcap}});
 }
 
 }  // namespace flash_attn3

@@ -39,16 +39,19 @@ Tensor launch_counts() {
   return result;
 }
 
-int64_t select_kernel(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k, bool causal,
+int64_t select_kernel(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k, bool varlen,
                       bool bf16) {
-  return select_forward({1, 1, 1, seqlen_q, seqlen_k, head_dim, head_dim_v, causal, bf16});
+  return select_forward({1, 1, 1, seqlen_q, seqlen_k, head_dim, head_dim_v, {}, bf16, varlen});
 }
 
 std::tuple<int64_t, int64_t, int64_t> select_backward_kernels(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q,
-                                                              int64_t seqlen_k, bool causal, bool bf16,
-                                                              bool deterministic) {
+                                                              int64_t seqlen_k, int64_t window_left,
+                                                              int64_t window_right, int64_t attention_chunk,
+                                                              bool varlen, bool bf16, bool deterministic) {
+  Mask const mask = make_mask(window_left, window_right, attention_chunk, varlen ? kUnbounded : seqlen_q,
+                              varlen ? kUnbounded : seqlen_k);
   auto const [first, second, third] =
-      select_backward({1, 1, 1, seqlen_q, seqlen_k, head_dim, head_dim_v, causal, bf16}, deterministic);
+      select_backward({1, 1, 1, seqlen_q, seqlen_k, head_dim, head_dim_v, mask, bf16, varlen}, deterministic);
   return {first, second, third};
 }
 
@@ -57,8 +60,12 @@ std::tuple<int64_t, int64_t, int64_t> select_backward_kernels(int64_t head_dim, 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward));
   m.impl("forward_out", TORCH_BOX(&forward_out));
+  m.impl("forward_varlen", TORCH_BOX(&forward_varlen));
+  m.impl("forward_varlen_out", TORCH_BOX(&forward_varlen_out));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward_out", TORCH_BOX(&backward_out));
+  m.impl("backward_varlen", TORCH_BOX(&backward_varlen));
+  m.impl("backward_varlen_out", TORCH_BOX(&backward_varlen_out));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CompositeExplicitAutograd, m) {
@@ -68,6 +75,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CompositeExplicitAutograd, m) {
   m.impl("select_backward", TORCH_BOX(&select_backward_kernels));
   m.impl("schedule", TORCH_BOX(&schedule));
   m.impl("schedule_backward", TORCH_BOX(&schedule_backward));
+  m.impl("schedule_varlen", TORCH_BOX(&schedule_varlen));
+  m.impl("varlen_layout", TORCH_BOX(&varlen_layout));
 }
 
 }  // namespace flash_attn3

@@ -10,14 +10,15 @@ namespace flash_attn3 {
 struct KernelRow {
   char const* name;
   char const* op;
-  char const* dtype;  // "bf16" or "fp16"
+  char const* dtype;  // "bf16", "fp16", or "any"
   int head_dim;       // largest that the tile takes; smaller ones are filled up with zeros by TMA
   int head_dim_v;
   int block_m;  // query rows: of a CTA, or of a step where a CTA holds keys
   int block_n;  // keys: of a step, or of a CTA that holds keys
-  // One of them, by op; the other is null.
+  // One of them, by op; the others are null.
   void (*forward)(ForwardParams const& params, int grid, cudaStream_t stream);
   void (*backward)(BackwardParams const& params, int grid, cudaStream_t stream);
+  void (*packed)(PackedParams const& params, int grid, cudaStream_t stream);
 };
 
 constexpr int kMaxKernels = 256;

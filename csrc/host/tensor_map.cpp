@@ -28,20 +28,24 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 
 CUtensorMap make_tensor_map(TensorView const& t, int rows, int columns) {
   constexpr int kElementBytes = 2;
-  cuuint64_t const sizes[4] = {cuuint64_t(t.head_dim), cuuint64_t(t.sequence), cuuint64_t(t.heads),
-                               cuuint64_t(t.batch)};
-  int64_t const strides[3] = {t.stride_sequence, t.stride_head, t.stride_batch};
-  cuuint64_t bytes[3];
-  for (int i = 0; i < 3; ++i) {
-    // The stride of a dimension of size 1 means nothing, and may be anything.
-    bytes[i] = sizes[i + 1] == 1 ? 16 : cuuint64_t(strides[i]) * kElementBytes;
+  cuuint64_t sizes[4] = {cuuint64_t(t.head_dim), cuuint64_t(t.sequence), cuuint64_t(t.heads), cuuint64_t(t.batch)};
+  // The stride of a dimension of size 1 means nothing, and may be anything.
+  auto bytes_of = [](int64_t size, int64_t stride) { return size == 1 ? 16 : cuuint64_t(stride) * kElementBytes; };
+  cuuint64_t bytes[3] = {bytes_of(t.sequence, t.stride_sequence), bytes_of(t.heads, t.stride_head),
+                         bytes_of(t.batch, t.stride_batch)};
+  auto address = reinterpret_cast<uintptr_t>(t.data);
+  if (t.packed) {
+    sizes[1] = cuuint64_t(rows);
+    sizes[3] = cuuint64_t(t.sequence) + 1;
+    bytes[2] = bytes[0];
+    address -= rows * bytes[0];  // no box reaches the rows before the tensor
   }
   cuuint32_t const box[4] = {cuuint32_t(columns), cuuint32_t(rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   CUresult const status =
-      encoder()(&map, t.bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, t.data, sizes,
-                bytes, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encoder()(&map, t.bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+                reinterpret_cast<void*>(address), sizes, bytes, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {

@@ -2,6 +2,7 @@
 
     p = exp(scores - lse);  delta = rowsum(dout * out) - dlse;  ds = p * (dout v^T - delta) * (1 - (scores / softcap)^2)
     dq = scale ds k;  dk = scale ds^T q;  dv = p^T dout [+ scale ds^T qv];  dqv = scale ds v
+    dsink = -sum over the rows of exp(sink - lse) * delta
 
 The out and lse that are passed in are used as they are, which is what merging partial results by their LSE (context
 parallel) needs. Rows without a key (lse -inf) have zero gradient.
@@ -22,14 +23,24 @@ from flash_attn3.portable.blocks import (
     row_blocks,
     stack_keys,
     stack_rows,
+    stack_sinks,
 )
 from flash_attn3.portable.forward import scores
 
 
-def empty_gradients(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dqv with the shapes and dtypes of their inputs, contiguous, not filled; dqv (0,) without qv."""
+def empty_gradients(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dqv, dsink with the shapes and dtypes of their inputs, contiguous, not filled; (0,) without one."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    return dq, dk, dv, torch.empty((0,) if qv is None else qv.shape, dtype=q.dtype, device=q.device)
+    dqv = torch.empty((0,) if qv is None else qv.shape, dtype=q.dtype, device=q.device)
+    return (
+        dq,
+        dk,
+        dv,
+        dqv,
+        torch.empty(0 if sink is None else sink.shape[0], dtype=arithmetic(q.dtype), device=q.device),
+    )
 
 
 @torch.no_grad()
@@ -42,18 +53,44 @@ def backward(
     qv: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sink: Tensor | None,
     softmax_scale: float,
     window_left: int,
     window_right: int,
     attention_chunk: int,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dqv as in `empty_gradients`; dout and out (B, Sq, H, Dv), dlse and lse (B, H, Sq)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dqv, dsink as in `empty_gradients`; dout and out (B, Sq, H, Dv), dlse and lse (B, H, Sq)."""
+    grads = empty_gradients(q, k, v, qv, sink)
+    grads[4].zero_()
+    add_gradients(
+        grads, dout, dlse, q, k, v, qv, out, lse, sink, softmax_scale, window_left, window_right, attention_chunk,
+        softcap,
+    )  # fmt: skip
+    return grads
+
+
+def add_gradients(
+    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    attention_chunk: int,
+    softcap: float,
+) -> None:
+    """`backward` into dq, dk, dv, dqv of any strides, which are overwritten, and dsink, to which it is added."""
     dtype, kv_heads = arithmetic(q.dtype), k.shape[2]
     band = Band(q.shape[1], k.shape[1], window_left, window_right, attention_chunk)
-    dq, dk, dv, dqv = empty_gradients(q, k, v, qv)
-    if k.numel() == 0 and v.numel() == 0:
-        return dq.zero_(), dk, dv, dqv.zero_()
+    dq, dk, dv, dqv, dsink = grads
     with no_autocast(q.device):
         for batches, heads in head_slices(q, k):
 
@@ -70,6 +107,12 @@ def backward(
             delta = (gradient * rows_of(out)).sum(-1)
             if dlse is not None:
                 delta -= numbers_of(dlse)
+            if sink is not None:
+                grouped = delta.unflatten(0, (q[batches].shape[0], -1))  # (b, h, G, Sq)
+                statistics = row_lse.view_as(grouped)
+                shares = grouped * (stack_sinks(sink, heads, grouped.shape, dtype) - statistics).exp()
+                shares.masked_fill_(statistics == torch.inf, 0)  # whatever its dlse: this lse is constant
+                dsink.unflatten(0, (kv_heads, -1))[heads] -= shares.sum((0, 3))
             value_queries = None if qv is None else rows_of(qv).mul(softmax_scale)
             for begin, end in row_blocks(q, k):
                 block = [
@@ -84,7 +127,6 @@ def backward(
             for target, value in zip((dk, dv), sequence[2:], strict=True):
                 target = target[batches, :, heads].transpose(1, 2)
                 target.copy_(value.view(target.shape))
-    return dq, dk, dv, dqv
 
 
 def _rows(

@@ -114,6 +114,12 @@ def stack_keys(x: Tensor, batches: slice, heads: slice, dtype: torch.dtype) -> T
     return x[batches, :, heads].transpose(1, 2).to(dtype).flatten(0, 1)
 
 
+def stack_sinks(sink: Tensor, heads: slice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """(H,) -> a view of the `shape` (b, h, G, rows): the sink of each row."""
+    kv_heads = sink.shape[0] // shape[2]
+    return sink.to(dtype).unflatten(0, (kv_heads, shape[2]))[heads][None, :, :, None].expand(shape)
+
+
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -2,7 +2,8 @@
 
     scores = softcap(scale * (q k^T + qv v^T)), masked;  lse = log sum exp(scores);  out = exp(scores - lse) v
 
-A row that sees no key has out 0 and lse -inf. Peak memory beside the inputs: fp32 copies of the keys and values of the
+A sink is one more score of every row of its head, neither scaled nor capped, without a value. A row that sees no key
+has out 0 and lse -inf, or the sink. Peak memory beside the inputs: fp32 copies of the keys and values of the
 heads in work, and one block of scores; never (Sq, Sk).
 """
 
@@ -19,15 +20,19 @@ from flash_attn3.portable.blocks import (
     row_blocks,
     stack_keys,
     stack_rows,
+    stack_sinks,
 )
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, H, Dv) in q's dtype (bf16 for e4m3), lse (B, H, Sq) fp32 (fp64 for fp64); contiguous, not filled."""
-    batch, seqlen_q, heads, _ = q.shape
+    """out (.., Sq, H, Dv) in q's dtype (bf16 for e4m3), lse (.., H, Sq) fp32 (fp64 for fp64); contiguous, not filled.
+
+    The leading dimension is the batch of dense tensors; packed ones have none.
+    """
+    *batch, seqlen_q, heads, _ = q.shape
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    out = torch.empty(batch, seqlen_q, heads, v.shape[3], dtype=dtype, device=q.device)
-    return out, torch.empty(batch, heads, seqlen_q, dtype=arithmetic(q.dtype), device=q.device)
+    out = torch.empty(*batch, seqlen_q, heads, v.shape[-1], dtype=dtype, device=q.device)
+    return out, torch.empty(*batch, heads, seqlen_q, dtype=arithmetic(q.dtype), device=q.device)
 
 
 def descale_of(descale: Tensor | None, batches: slice, heads: slice) -> Tensor | float:
@@ -44,6 +49,7 @@ def forward(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
+    sink: Tensor | None,
     softmax_scale: float,
     window_left: int,
     window_right: int,
@@ -51,11 +57,36 @@ def forward(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """out and lse as in `empty_outputs`; q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), qv (B, Sq, H, Dv)."""
+    out, lse = empty_outputs(q, v)
+    attend(
+        out, lse, q, k, v, qv, q_descale, k_descale, v_descale, sink, softmax_scale, window_left, window_right,
+        attention_chunk, softcap,
+    )  # fmt: skip
+    return out, lse
+
+
+def attend(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    sink: Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    attention_chunk: int,
+    softcap: float,
+) -> None:
+    """`forward` into out (B, Sq, H, Dv) and lse (B, H, Sq) of any strides."""
     dtype, kv_heads = arithmetic(q.dtype), k.shape[2]
     band = Band(q.shape[1], k.shape[1], window_left, window_right, attention_chunk)
-    out, lse = empty_outputs(q, v)
     if out.numel() == 0 and lse.numel() == 0:
-        return out, lse
+        return
     with no_autocast(q.device):
         for batches, heads in head_slices(q, k):
             keys, values = (stack_keys(x, batches, heads, dtype) for x in (k, v))  # (b * h, Sk, D)
@@ -67,7 +98,8 @@ def forward(
                 if qv is not None:
                     value_queries = stack_rows(qv[batches, begin:end], heads, kv_heads).to(dtype) * scale
                     value_queries = value_queries.flatten(2, 3).flatten(0, 1)
-                block_out, block_lse = _rows(queries, value_queries, keys, values, band, begin, end, softcap)
+                row_sinks = None if sink is None else stack_sinks(sink, heads, shape, dtype).flatten(2, 3).flatten(0, 1)
+                block_out, block_lse = _rows(queries, value_queries, keys, values, row_sinks, band, begin, end, softcap)
                 block_out = block_out.unflatten(0, shape[:2]).unflatten(2, shape[2:])
                 if v_descale is not None:
                     block_out = block_out * descale_of(v_descale, batches, heads)
@@ -75,7 +107,6 @@ def forward(
                 # (b, H, rows) -> (b, h, G, rows)
                 lse_rows = lse[batches, :, begin:end].unflatten(1, (kv_heads, -1))[:, heads]
                 lse_rows.copy_(block_lse.unflatten(0, shape[:2]).unflatten(2, shape[2:]))
-    return out, lse
 
 
 def _rows(
@@ -83,6 +114,7 @@ def _rows(
     value_queries: Tensor | None,
     keys: Tensor,
     values: Tensor,
+    row_sinks: Tensor | None,
     band: Band,
     row_begin: int,
     row_end: int,
@@ -90,8 +122,11 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the scaled queries (N, G * rows, D) of rows row_begin .. row_end - 1: out (N, G * rows, Dv), lse."""
     group = queries.shape[1] // (row_end - row_begin)
-    row_max = queries.new_full(queries.shape[:2], -torch.inf)  # (N, G * rows)
-    row_sum = torch.zeros_like(row_max)
+    if row_sinks is None:
+        row_max = queries.new_full(queries.shape[:2], -torch.inf)  # (N, G * rows)
+        row_sum = torch.zeros_like(row_max)
+    else:  # a score that each row has seen before its first key
+        row_max, row_sum = row_sinks, torch.ones_like(row_sinks)
     out = queries.new_zeros(*queries.shape[:2], values.shape[2])
     for begin, end, masked in band.key_blocks(row_begin, row_end, block_size(queries.device).keys):
         hidden = None

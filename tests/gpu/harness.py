@@ -48,7 +48,9 @@ LSE_FLOOR, LSE_RELATIVE = 1e-4, 2e-6
 GRADIENT_FLOOR = 1e-4
 MAX_FUSED_HEAD_DIM = 128  # above it two kernels share the gradients, in either mode
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, ...]  # dq, dk, dv, and dsink where there is a sink
+NAMES = ("dq", "dk", "dv", "dsink")
+OPTION_NAMES = {"window": "window_size", "chunk": "attention_chunk", "softcap": "softcap"}  # of the public functions
 
 
 def why_not() -> str:
@@ -67,11 +69,18 @@ def table() -> list[dict]:
     return ops.kernel_table()
 
 
-def expected_row(head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, causal: bool, dtype: torch.dtype) -> str:
+def bounds(causal: bool, window: tuple[int, int] = (-1, -1), chunk: int = 0, softcap: float = 0.0) -> tuple:
+    """The mask as operators take it: window_left, window_right, attention_chunk, softcap."""
+    return window[0], 0 if causal else window[1], chunk, softcap
+
+
+def expected_row(
+    head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype, varlen: bool = False
+) -> str:
     """Name of the row that a forward of this problem has to launch: the extension's choice, checked to be the smallest
     tile family of the right dtype that holds both head dims. Skips where a build of a subset has no such row."""
     row_id = torch.ops.flash_attn3.select_kernel(
-        head_dim, head_dim_v, seqlen_q, seqlen_k, causal, dtype == torch.bfloat16
+        head_dim, head_dim_v, seqlen_q, seqlen_k, varlen, dtype == torch.bfloat16
     )
     if row_id < 0:
         pytest.skip(f"this build has no {dtype} kernel for head dims {head_dim}, {head_dim_v}")
@@ -86,19 +95,31 @@ def expected_row(head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, c
     return row["name"]
 
 
-def row_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    return expected_row(q.shape[3], v.shape[3], q.shape[1], k.shape[1], causal, q.dtype)
+def row_of(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return expected_row(q.shape[3], v.shape[3], q.shape[1], k.shape[1], q.dtype)
+
+
+def rows_of_op(op: str) -> tuple[str, ...]:
+    """Names of the rows of an op that serves every dtype; there is one."""
+    return tuple(row["name"] for row in table() if row["op"] == op)
 
 
 def expected_backward(
-    head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, causal: bool, dtype: torch.dtype, deterministic: bool
+    head_dim: int,
+    head_dim_v: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    mask: tuple,
+    dtype: torch.dtype,
+    deterministic: bool,
+    varlen: bool = False,
 ) -> tuple[str, ...]:
     """Names of the rows that a backward of this problem has to launch: the extension's choice, checked to be one of the
     two sequences, of the right dtype, and of the smallest tile family that holds both head dims. Skips where this build
-    has no such rows."""
+    has no such rows. `mask` is that of `bounds`; lengths of a packed batch are its mean ones."""
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
     chosen = torch.ops.flash_attn3.select_backward(
-        head_dim, head_dim_v, seqlen_q, seqlen_k, causal, name == "bf16", deterministic
+        head_dim, head_dim_v, seqlen_q, seqlen_k, *mask[:3], varlen, name == "bf16", deterministic
     )
     if not chosen or min(chosen) < 0:
         pytest.skip(f"this build has no {dtype} backward for head dims {head_dim}, {head_dim_v}")
@@ -117,8 +138,12 @@ def expected_backward(
     return tuple(row["name"] for row in rows)
 
 
-def backward_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool) -> tuple[str, ...]:
-    return expected_backward(q.shape[3], v.shape[3], q.shape[1], k.shape[1], causal, q.dtype, deterministic)
+def backward_rows(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, sink: Tensor | None = None, **mask
+) -> tuple[str, ...]:
+    dims = (q.shape[3], v.shape[3], q.shape[1], k.shape[1])
+    rows = expected_backward(*dims, bounds(causal, **mask), q.dtype, deterministic)
+    return rows if sink is None else (*rows, *rows_of_op("backward_sink"))
 
 
 # Short sequences would take the two separate kernels in both modes; here the default mode is the fused kernel wherever
@@ -126,9 +151,9 @@ def backward_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: 
 os.environ["FLASH_ATTN3_BACKWARD"] = "fused"
 
 
-def modes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[bool]:
+def modes(q: Tensor, k: Tensor, v: Tensor, causal: bool, **mask) -> list[bool]:
     """The values of `deterministic` that run different kernels."""
-    same = backward_rows(q, k, v, causal, False) == backward_rows(q, k, v, causal, True)
+    same = backward_rows(q, k, v, causal, False, **mask) == backward_rows(q, k, v, causal, True, **mask)
     return [True] if same else [False, True]
 
 
@@ -181,15 +206,33 @@ def poison(*sizes: int) -> None:
         block.fill_(255)
 
 
+# Below, `mask` stands for the oracle's options window, chunk and softcap.
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, times: tuple[int, ...] = (1,)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    times: tuple[int, ...] = (1,),
+    sink: Tensor | None = None,
+    **mask,
 ) -> tuple[Tensor, Tensor]:
-    """flash_attn_func over poisoned memory, asserted to have run the expected kernel; (out, lse) of checked shapes."""
+    """The public call over poisoned memory, asserted to have run the expected kernel; (out, lse) of checked shapes."""
     batch, seqlen_q, heads, _ = q.shape
     shape = (batch, seqlen_q, heads, v.shape[3])
     poison(2 * batch * seqlen_q * heads * v.shape[3], 4 * batch * seqlen_q * heads)
-    with torch.no_grad(), ran(row_of(q, k, v, causal), *times):
-        out, lse = flash_attn3.flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
+    options = {OPTION_NAMES[name]: value for name, value in mask.items()}
+    with torch.no_grad(), ran(row_of(q, k, v), *times):
+        if sink is None:
+            out, lse = flash_attn3.flash_attn_func(
+                q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True, **options
+            )
+        else:
+            out, lse = flash_attn3.attention(
+                q, k, v, softmax_scale=scale, causal=causal, return_lse=True, sink=sink, **options
+            )
     assert out.shape == shape and out.dtype == q.dtype and out.device == q.device
     assert lse.shape == (batch, heads, seqlen_q) and lse.dtype == torch.float32 and lse.is_contiguous()
     return out, lse
@@ -202,27 +245,32 @@ def check(
     causal: bool = False,
     scale: float | None = None,
     result: tuple[Tensor, Tensor] | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the kernel (or takes its `result`) and compares out and lse with the float64 formula; returns them."""
-    out, lse = result or attend(q, k, v, causal, scale)
-    ref, ref_lse = oracle.attention(q, k, v, scale=scale, causal=causal)
-    base, _ = oracle.attention(q, k, v, scale=scale, causal=causal, dtype=q.dtype)
+    """Runs the kernel (or takes its `result`) and compares out and lse with the float64 formula; returns them.
+
+    `options`: the mask, and sink.
+    """
+    out, lse = result or attend(q, k, v, causal, scale, **options)
+    ref, ref_lse = oracle.attention(q, k, v, scale=scale, causal=causal, **options)
+    base, _ = oracle.attention(q, k, v, scale=scale, causal=causal, dtype=q.dtype, **options)
     oracle.assert_close("out", out, ref, base, 1e-5)
     check_lse(lse, ref_lse)
     return out, lse
 
 
 def check_lse(lse: Tensor, ref: Tensor) -> None:
-    """LSE against the float64 one: -inf in the same places, elsewhere within the error of fp32 scores."""
-    empty = ref == -torch.inf
+    """LSE against the float64 one: -inf and NaN in the same places, elsewhere within the error of fp32 scores."""
+    empty, finite = ref == -torch.inf, ref.isfinite()
     assert torch.equal(lse == -torch.inf, empty), "lse is -inf exactly where a row has no key"
-    error = (lse.double() - ref).masked_fill(empty, 0.0).abs()
-    worst = (error - LSE_RELATIVE * ref.masked_fill(empty, 0.0).abs()).max().item() if error.numel() else 0.0
+    assert torch.equal(lse.isnan(), ref.isnan()), "lse is NaN in other places"
+    error = (lse.double() - ref)[finite].abs()
+    worst = (error - LSE_RELATIVE * ref[finite].abs()).max().item() if error.numel() else 0.0
     assert worst <= LSE_FLOOR, f"lse errs by {error.max().item():.2e}"  # NaN fails too
 
 
 def equal(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Whether out and lse, or dq, dk and dv, are bitwise equal (no NaN expected in any)."""
+    """Whether out and lse, or gradients, are bitwise equal (no NaN expected in any)."""
     return all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
@@ -254,17 +302,30 @@ def backward(
     deterministic: bool = False,
     saved: tuple[Tensor, Tensor] | None = None,
     times: tuple[int, ...] = (1,),
+    sink: Tensor | None = None,
+    **mask,
 ) -> Gradients:
-    """dq, dk, dv of the operator over poisoned memory, asserted to have run the expected rows, with checked shapes.
+    """dq, dk, dv (and dsink) of the operator over poisoned memory, asserted to have run the expected rows, with checked
+    shapes.
 
     `saved` are out and lse; the forward kernel makes them where they are not given.
     """
-    out, lse = saved or attend(q, k, v, causal, scale, times=times)
+    out, lse = saved or attend(q, k, v, causal, scale, times=times, sink=sink, **mask)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     poison_for_backward(q, k, v)
-    with torch.no_grad(), ran(backward_rows(q, k, v, causal, deterministic), *times):
-        grads = torch.ops.flash_attn3.backward(dout, dlse, q, k, v, out, lse, scale, causal, deterministic)
-    for name, x, grad in zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True):
+    with torch.no_grad(), ran(backward_rows(q, k, v, causal, deterministic, sink, **mask), *times):
+        *grads, dsink = torch.ops.flash_attn3.backward(
+            dout, dlse, q, k, v, out, lse, sink, scale, *bounds(causal, **mask), deterministic
+        )
+    return checked_gradients((q, k, v, sink), (*grads, dsink))
+
+
+def checked_gradients(inputs: tuple[Tensor | None, ...], grads: Sequence[Tensor]) -> Gradients:
+    """The gradients of q, k, v and sink, with the shapes and dtypes of these; without a sink the first three."""
+    *_, sink = inputs
+    assert sink is not None or (grads[3].shape == (0,) and grads[3].dtype == torch.float32)
+    grads = tuple(grads[: 3 if sink is None else 4])
+    for name, x, grad in zip(NAMES, inputs, grads, strict=False):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.device == x.device, name
         assert grad.is_contiguous(), name
     return grads
@@ -279,17 +340,18 @@ def check_gradients(
     causal: bool = False,
     scale: float | None = None,
     deterministic: bool | None = None,
+    **options,
 ) -> Gradients:
     """Compares the kernels' gradients with those of the float64 formula; returns them.
 
     dout None is random. deterministic None checks both modes, where they run different kernels, and returns the
-    gradients of the deterministic one.
+    gradients of the deterministic one. `options`: the mask, and sink; with any, out and lse are compared too.
     """
     dout = gradient_of_out(q, v) if dout is None else dout
-    saved = attend(q, k, v, causal, scale)
-    refs, bases = reference_gradients(q, k, v, dout, dlse, causal, scale)
-    for mode in modes(q, k, v, causal) if deterministic is None else [deterministic]:
-        grads = backward(q, k, v, dout, dlse, causal, scale, mode, saved)
+    saved = (check if options else attend)(q, k, v, causal, scale, **options)
+    refs, bases = reference_gradients(q, k, v, dout, dlse, causal, scale, **options)
+    for mode in modes(q, k, v, causal, **options) if deterministic is None else [deterministic]:
+        grads = backward(q, k, v, dout, dlse, causal, scale, mode, saved, **options)
         assert_close_gradients(grads, refs, bases, "deterministic " if mode else "")
     return grads
 
@@ -302,14 +364,16 @@ def reference_gradients(
     dlse: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    **options,
 ) -> tuple[Gradients, Gradients]:
-    """dq, dk, dv by the formula in float64, and in the inputs' dtype: the unit of the error."""
-    refs = oracle.gradients(q, k, v, dout, dlse, scale=scale, causal=causal)
-    return refs, oracle.gradients(q, k, v, dout, dlse, scale=scale, causal=causal, dtype=q.dtype)
+    """dq, dk, dv (and dsink) by the formula in float64, and in the inputs' dtype: the unit of the error."""
+    refs = oracle.gradients(q, k, v, dout, dlse, scale=scale, causal=causal, **options)
+    return refs, oracle.gradients(q, k, v, dout, dlse, scale=scale, causal=causal, dtype=q.dtype, **options)
 
 
 def assert_close_gradients(got: Sequence[Tensor], refs: Gradients, bases: Gradients, what: str = "") -> None:
-    for name, *values in zip(("dq", "dk", "dv"), got, refs, bases, strict=True):
+    assert len(got) == len(refs) == len(bases)
+    for name, *values in zip(NAMES, got, refs, bases, strict=False):
         oracle.assert_close(what + name, *values, GRADIENT_FLOOR)
 
 
@@ -327,3 +391,17 @@ def assert_nothing_waits(calls: Callable[[], None], limit: float) -> None:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert took < limit, f"the calls took {took:.3f} s while the GPU was kept busy: something waited for it"
+
+
+def least_milliseconds(call: Callable[[], object], calls: int = 10, rounds: int = 5) -> float:
+    """GPU time of a call, the least of a few rounds of several calls each."""
+    times = []
+    for _ in range(rounds + 1):  # the first warms up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls)
+    return min(times[1:])

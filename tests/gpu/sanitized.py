@@ -1,8 +1,8 @@
 """What runs under compute-sanitizer (see sanitize.py): one shape and more for each kernel row.
 
-Tails of rows, keys and head dims, empty rows, more tiles than SMs; the backward in both modes, into results of its own
-and into strided ones. Inputs are made and results compared on the CPU, so that nearly every kernel under the tool is
-ours.
+Tails of rows, keys and head dims, empty rows, more tiles than SMs; windows and sinks; packed batches with empty and
+malformed sequences and gaps. The backward in both modes, into results of its own and into strided ones. Inputs are made
+and results compared on the CPU, so that nearly every kernel under the tool is ours.
 
 usage: python tests/gpu/sanitized.py
 """
@@ -36,6 +36,17 @@ BACKWARD_SHAPES = ((1, 150, 203, 4, 2, 0, True), (2, 65, 130, 2, 1, 3, False), (
 BACKWARD_MORE_TILES_THAN_SMS = (5, 70, 66, 28, 28, 0, True)
 
 
+CAUSAL, FULL = (-1, 0, 0, 0.0), (-1, -1, 0, 0.0)
+MASKED = (
+    (1, 200, 260, 2, 1, 3, False),
+    (40, 20, 0, 0.0),
+    {"window": (40, 20)},
+)  # a shape, bounds, the oracle's options
+CAPPED = ((2, 130, 100, 2, 1, 0, False), (-1, -1, 64, 5.0), {"chunk": 64, "softcap": 5.0})
+LENGTHS = ([70, 0, 130, 5, 20], [100, 30, 0, 5, 90])  # of queries and keys; the last sequence uses too many of its keys
+USED = ([70, 0, 129, 5, 20], [90, 30, 0, 5, 91])
+
+
 def tensors(shape: tuple, row: dict, generator: torch.Generator) -> tuple[list[torch.Tensor], bool]:
     """q, k, v, dout on the CPU for a row's head dims, and causal."""
     batch, seqlen_q, seqlen_k, heads, kv_heads, less, causal = shape
@@ -45,21 +56,25 @@ def tensors(shape: tuple, row: dict, generator: torch.Generator) -> tuple[list[t
     return [torch.randn(batch, *size, generator=generator).to(dtype) for size in sizes], causal
 
 
+def bounds(causal: bool) -> tuple:
+    return CAUSAL if causal else FULL
+
+
 def compute_forward(row: dict, generator: torch.Generator) -> int:
     """Runs one row; the number of shapes."""
     bf16 = row["dtype"] == "bf16"
-    short = (row["head_dim"], row["head_dim_v"], 65, 130, True, bf16)
+    short = (row["head_dim"], row["head_dim_v"], 65, 130, False, bf16)
     if torch.ops.flash_attn3.select_kernel(*short) != row["id"]:
         selected = (MANY_KEYS,)  # a row for long sequences only
     else:
         selected = (*SHAPES, MORE_TILES_THAN_SMS, WITHOUT_KEYS) if bf16 else SHAPES[:2]
     for shape in selected:
         (q, k, v, _), causal = tensors(shape, row, generator)
-        arguments = (q.cuda(), k.cuda(), v.cuda(), q.shape[3] ** -0.5, causal)
-        out, lse = (x.cpu() for x in torch.ops.flash_attn3.forward(*arguments))
+        inputs, options = (q.cuda(), k.cuda(), v.cuda(), None), (q.shape[3] ** -0.5, *bounds(causal))
+        out, lse = (x.cpu() for x in torch.ops.flash_attn3.forward(*inputs, *options))
         batch, seqlen_q, heads = q.shape[:3]
         strided = torch.empty(batch, heads, seqlen_q, v.shape[3], dtype=q.dtype, device="cuda").transpose(1, 2)
-        torch.ops.flash_attn3.forward_out(*arguments[:3], strided, *arguments[3:])
+        torch.ops.flash_attn3.forward_out(*inputs, strided, *options)
         ref, ref_lse = oracle.attention(q, k, v, causal=causal)
         assert (out.double() - ref).abs().max() < 0.05 and torch.equal(strided.cpu(), out), (row["name"], shape)
         assert torch.allclose(lse.double(), ref_lse, atol=1e-3), (row["name"], shape)
@@ -73,21 +88,74 @@ def compute_backward(row: dict, generator: torch.Generator) -> int:
     for shape in shapes:
         (q, k, v, dout), causal = tensors(shape, row, generator)
         dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator)
-        scale = q.shape[3] ** -0.5
         refs = oracle.gradients(q, k, v, dout, dlse, causal=causal)
-        qkv = [x.cuda() for x in (q, k, v)]
-        out, lse = torch.ops.flash_attn3.forward(*qkv, scale, causal)
+        qkv, options = [x.cuda() for x in (q, k, v)], (q.shape[3] ** -0.5, *bounds(causal))
+        out, lse = torch.ops.flash_attn3.forward(*qkv, None, *options)
         for deterministic in (False, True):
-            arguments = (dout.cuda(), dlse.cuda(), *qkv, out, lse)
-            grads = torch.ops.flash_attn3.backward(*arguments, scale, causal, deterministic)
+            arguments = (dout.cuda(), dlse.cuda(), *qkv, out, lse, None)
+            *grads, _ = torch.ops.flash_attn3.backward(*arguments, *options, deterministic)
             strided = [torch.empty_like(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in qkv]
-            torch.ops.flash_attn3.backward_out(*arguments, *strided, scale, causal, deterministic)
-            for ref, *results in zip(refs, grads, strided, strict=True):
-                limit = 0.05 + 0.02 * (ref.abs().max().item() if ref.numel() else 0.0)
-                for result in results:
-                    close = ((result.cpu().double() - ref).abs() <= limit).all()
-                    assert close, (row["name"], shape, deterministic)
+            torch.ops.flash_attn3.backward_out(*arguments, *strided, *options, deterministic)
+            for results in (grads, strided):
+                assert_close(results, refs, (row["name"], shape, deterministic))
     return len(shapes)
+
+
+def assert_close(results, refs, what: tuple) -> None:
+    for ref, result in zip(refs, results, strict=True):
+        limit = 0.05 + 0.02 * (ref.nan_to_num().abs().max().item() if ref.numel() else 0.0)
+        result = result.cpu().double()
+        assert torch.equal(result.isnan(), ref.isnan()), what
+        assert ((result - ref).nan_to_num().abs() <= limit).all(), what
+
+
+def compute_masks(row: dict, generator: torch.Generator) -> int:
+    """Windows, chunks and softcap with a sink, both directions, for the head dims of a "backward_keys" row."""
+    for shape, mask, options in (MASKED, CAPPED) if row["dtype"] == "bf16" else (MASKED,):
+        (q, k, v, dout), _ = tensors(shape, row, generator)
+        sink = torch.randn(q.shape[2], generator=generator)
+        refs = oracle.gradients(q, k, v, dout, sink=sink, **options)
+        inputs, scale = [x.cuda() for x in (dout, q, k, v, sink)], q.shape[3] ** -0.5
+        out, lse = torch.ops.flash_attn3.forward(*inputs[1:], scale, *mask)
+        ref, _ = oracle.attention(q, k, v, sink=sink, **options)
+        assert (out.cpu().double() - ref).abs().max() < 0.05, (row["name"], shape)
+        for deterministic in (False, True):
+            arguments = (inputs[0], None, *inputs[1:4], out, lse, inputs[4], scale, *mask, deterministic)
+            assert_close(torch.ops.flash_attn3.backward(*arguments), refs, (row["name"], shape, deterministic))
+    return 2 if row["dtype"] == "bf16" else 1
+
+
+def compute_packed(row: dict, generator: torch.Generator) -> int:
+    """A packed batch, causal, both directions, for the head dims of a "backward_keys" row."""
+    begins = [[3 + sum(lengths[:i]) for i in range(len(lengths) + 1)] for lengths in LENGTHS]
+    totals = [begin[-1] + 6 for begin in begins]
+    (q, _, _, dout), _ = tensors((1, totals[0], 0, 2, 1, 0, True), row, generator)
+    (_, k, v, _), _ = tensors((1, 0, totals[1], 2, 1, 0, True), row, generator)
+    refs = [torch.zeros_like(x[0], dtype=torch.float64) for x in (q, k, v)]
+    ref_out = torch.zeros_like(dout[0], dtype=torch.float64)
+    for i, used in enumerate(zip(*USED, strict=True)):
+        begin = [x[i] for x in begins]
+        rows, keys = (slice(at, at + count) for at, count in zip(begin, used, strict=True))
+        if used[1] > LENGTHS[1][i]:  # malformed: all rows that it owns
+            rows, keys = (slice(at, at + lengths[i]) for at, lengths in zip(begin, LENGTHS, strict=True))
+            for x, at in zip((ref_out, *refs), (rows, rows, keys, keys), strict=True):
+                x[at] = torch.nan
+        elif min(used):
+            part = (q[:, rows], k[:, keys], v[:, keys])
+            ref_out[rows] = oracle.attention(*part, causal=True)[0][0]
+            grads = oracle.gradients(*part, dout[:, rows], causal=True)
+            for x, at, grad in zip(refs, (rows, keys, keys), grads, strict=True):
+                x[at] = grad[0]
+    lengths = [torch.tensor(x, dtype=torch.int32).cuda() for x in (*begins, *USED)]
+    inputs, options = [x[0].cuda() for x in (dout, q, k, v)], (q.shape[3] ** -0.5, *CAUSAL)
+    out, lse = torch.ops.flash_attn3.forward_varlen(*inputs[1:], *lengths, None, *options)
+    assert_close([out], [ref_out], (row["name"], "packed"))
+    for deterministic in (False, True):
+        *grads, _ = torch.ops.flash_attn3.backward_varlen(
+            inputs[0], None, *inputs[1:], out, lse, *lengths, None, *options, deterministic
+        )
+        assert_close(grads, refs, (row["name"], "packed", deterministic))
+    return 1
 
 
 def main() -> int:
@@ -99,6 +167,8 @@ def main() -> int:
             shapes += compute_forward(row, generator)
         elif row["op"] == "backward_keys":
             shapes += compute_backward(row, generator)
+            shapes += compute_masks(row, generator)
+            shapes += compute_packed(row, generator)
     counts = torch.ops.flash_attn3.launch_counts().tolist()
     idle = [row["name"] for row, count in zip(table, counts, strict=True) if not count]
     assert not idle, f"never launched: {idle}"

@@ -14,6 +14,7 @@ from harness import (
     attend,
     backward,
     backward_rows,
+    bounds,
     equal,
     gradient_of_lse,
     gradient_of_out,
@@ -44,7 +45,7 @@ def leaves_of(*tensors):
 
 
 def all_rows(q, k, v, causal, deterministic=False) -> tuple[str, ...]:
-    return row_of(q, k, v, causal), *backward_rows(q, k, v, causal, deterministic)
+    return row_of(q, k, v), *backward_rows(q, k, v, causal, deterministic)
 
 
 def gradients(q, k, v, causal, dout, dlse=None, scale=None, deterministic=False):
@@ -274,7 +275,7 @@ def test_opcheck(op, shape):
     q, k, v = inputs(*shape)
     saved = attend(q, k, v, True, 0.125)
     grads = tuple(torch.empty_like(x) for x in (q, k, v)) if op == "backward_out" else ()
-    arguments = (gradient_of_out(q, v), gradient_of_lse(q), q, k, v, *saved, *grads, 0.125, True, True)
+    arguments = (gradient_of_out(q, v), gradient_of_lse(q), q, k, v, *saved, None, *grads, 0.125, *bounds(True), True)
     torch.library.opcheck(getattr(torch.ops.flash_attn3, op).default, arguments)
 
 
@@ -311,7 +312,7 @@ def test_explain_names_the_rows(deterministic):
     for dims in HEAD_DIMS:
         q, k, v = inputs(1, 100, 100, 2, 2, *dims)
         how = flash_attn3.explain(q, k, v, causal=True, deterministic=deterministic)
-        assert how.kernel == row_of(q, k, v, True) and not how.backward_reasons
+        assert how.kernel == row_of(q, k, v) and not how.backward_reasons
         assert how.backward == "kernel, " + ", ".join(backward_rows(q, k, v, True, deterministic))
 
 

@@ -9,7 +9,19 @@ import harness
 import oracle
 import pytest
 import torch
-from harness import DEVICE, attend, backward, backward_rows, equal, gradient_of_lse, gradient_of_out, inputs, ran, randn
+from harness import (
+    DEVICE,
+    attend,
+    backward,
+    backward_rows,
+    bounds,
+    equal,
+    gradient_of_lse,
+    gradient_of_out,
+    inputs,
+    ran,
+    randn,
+)
 from torch import Tensor
 from views import VIEWS, WRITABLE_VIEWS, far_apart, name_of
 
@@ -116,10 +128,10 @@ def test_surroundings_are_never_read(lengths, dim):
 def backward_out(q, k, v, dout, saved, grads, causal, deterministic, dlse=None) -> None:
     harness.poison_for_backward(q, k, v)
     with torch.no_grad(), ran(backward_rows(q, k, v, causal, deterministic)):
-        result = torch.ops.flash_attn3.backward_out(
-            dout, dlse, q, k, v, *saved, *grads, q.shape[3] ** -0.5, causal, deterministic
+        dsink = torch.ops.flash_attn3.backward_out(
+            dout, dlse, q, k, v, *saved, None, *grads, q.shape[3] ** -0.5, *bounds(causal), deterministic
         )
-    assert not result
+    assert dsink.shape == (0,)
 
 
 def filled_storage(x: Tensor) -> Tensor:
@@ -189,7 +201,8 @@ def test_caller_s_gradients_without_rows_or_keys(lengths):
     q, k, v = inputs(2, *lengths, 2, 1, 64)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     out, lse = torch.zeros_like(q), torch.full(lse_shape(q), -torch.inf, device=DEVICE)
-    torch.ops.flash_attn3.backward_out(torch.zeros_like(q), None, q, k, v, out, lse, *grads, 0.125, False, False)
+    dout = torch.zeros_like(q)
+    torch.ops.flash_attn3.backward_out(dout, None, q, k, v, out, lse, None, *grads, 0.125, *bounds(False), False)
     assert all((x == 0).all() for x in grads)
 
 
@@ -199,12 +212,12 @@ def lse_shape(q: Tensor) -> tuple[int, int, int]:
 
 def test_gradients_that_overlap_themselves_are_refused():
     q, k, v = inputs(2, 50, 50, 2, 1, 64)
-    saved, grads = attend(q, k, v), [torch.empty_like(x) for x in (q, k, v)]
+    given, grads = (gradient_of_out(q, v), None, q, k, v, *attend(q, k, v)), [torch.empty_like(x) for x in (q, k, v)]
     for which, name in enumerate(("dq", "dk", "dv")):
         bad = list(grads)
         bad[which] = bad[which][:1].expand(2, -1, -1, -1)
         with pytest.raises(RuntimeError, match=name):
-            torch.ops.flash_attn3.backward_out(gradient_of_out(q, v), None, q, k, v, *saved, *bad, 0.125, False, False)
+            torch.ops.flash_attn3.backward_out(*given, None, *bad, 0.125, *bounds(False), False)
 
 
 # Huge tensors. 2^31 elements are 4.3 GB; the shapes below keep the arithmetic small.
@@ -329,7 +342,7 @@ def test_peak_memory(dims, deterministic):
     fused = len(harness.modes(q, k, v, True)) == 2 and not deterministic
 
     def run() -> tuple[Tensor, ...]:
-        return torch.ops.flash_attn3.backward(dout, None, q, k, v, out, lse, 0.1, True, deterministic)
+        return torch.ops.flash_attn3.backward(dout, None, q, k, v, out, lse, None, 0.1, *bounds(True), deterministic)
 
     run()
     torch.cuda.synchronize()

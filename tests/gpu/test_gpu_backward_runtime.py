@@ -12,7 +12,19 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-from harness import DEVICE, HEAD_DIMS, attend, backward, backward_rows, equal, gradient_of_out, inputs, ran, row_of
+from harness import (
+    DEVICE,
+    HEAD_DIMS,
+    attend,
+    backward,
+    backward_rows,
+    bounds,
+    equal,
+    gradient_of_out,
+    inputs,
+    ran,
+    row_of,
+)
 
 import flash_attn3
 
@@ -26,8 +38,9 @@ torch.manual_seed(0)
 q, k, v, dout = (torch.randn(2, 512, 8, 64, device="cuda", dtype=torch.float16) for _ in range(4))
 different = torch.zeros((), dtype=torch.bool, device="cuda")
 for causal in (False, True):
-    out, lse = torch.ops.flash_attn3.forward(q, k, v, 0.125, causal)
-    call = lambda: torch.ops.flash_attn3.backward(dout, None, q, k, v, out, lse, 0.125, causal, True)
+    mask = (-1, 0 if causal else -1, 0, 0.0)
+    out, lse = torch.ops.flash_attn3.forward(q, k, v, None, 0.125, *mask)
+    call = lambda: torch.ops.flash_attn3.backward(dout, None, q, k, v, out, lse, None, 0.125, *mask, True)[:3]
     wanted = call()
     for _ in range(500):
         for x, y in zip(call(), wanted):
@@ -58,10 +71,11 @@ def assert_repeatable(q, k, v, causal: bool, repeats: int = REPEATS) -> None:
     wanted = backward(q, k, v, dout, None, causal, deterministic=True, saved=(out, lse))
     assert all(x.isfinite().all() for x in wanted)
     different, other = torch.zeros((), dtype=torch.bool, device=DEVICE), OtherWork()
+    arguments = (dout, None, q, k, v, out, lse, None, q.shape[3] ** -0.5, *bounds(causal), True)
     with ran(backward_rows(q, k, v, causal, True), repeats):
         for _ in range(repeats):
             other()
-            grads = torch.ops.flash_attn3.backward(dout, None, q, k, v, out, lse, q.shape[3] ** -0.5, causal, True)
+            *grads, _ = torch.ops.flash_attn3.backward(*arguments)
             for x, y in zip(grads, wanted, strict=True):
                 different |= (x != y).any()
     torch.cuda.synchronize()
@@ -87,7 +101,7 @@ def test_the_flag_reaches_the_kernels(dims):
     """flash-attention issues 1596, 1766: accepted and dropped. Through autograd, 16 query heads on 2."""
     q, k, v = inputs(1, 700, 700, 16, 2, *dims)
     leaves, dout = [x.requires_grad_() for x in (q, k, v)], gradient_of_out(q, v)
-    rows = (row_of(q, k, v, True), *backward_rows(q, k, v, True, True))
+    rows = (row_of(q, k, v), *backward_rows(q, k, v, True, True))
     other, wanted = OtherWork(), None
     for _ in range(50):
         other()
@@ -219,7 +233,7 @@ def test_graph_of_forward_and_backward(dims, deterministic):
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    rows = (row_of(*leaves, True), *backward_rows(*leaves, True, deterministic))
+    rows = (row_of(*leaves), *backward_rows(*leaves, True, deterministic))
     with ran(rows), torch.cuda.graph(graph):
         captured = step()
     for trial in range(3):
@@ -244,7 +258,9 @@ def test_graphs_replay_at_the_same_time():
         wanted.append(backward(q, k, v, dout, None, True, None, False, saved))
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
-            grads = torch.ops.flash_attn3.backward(dout, None, q, k, v, *saved, 128**-0.5, True, False)
+            *grads, _ = torch.ops.flash_attn3.backward(
+                dout, None, q, k, v, *saved, None, 128**-0.5, *bounds(True), False
+            )
         captured.append((grads, (q, k, v, dout, saved)))  # the graph reads these at every replay
     streams = [torch.cuda.Stream() for _ in graphs]
     torch.cuda.synchronize()
@@ -267,7 +283,7 @@ def test_other_device_than_the_current_one(dims):
     wanted = backward(q, k, v, dout, None, True, deterministic=True, saved=saved)
     there = [x.to("cuda:1") for x in (dout, q, k, v, *saved)]
     with ran(backward_rows(q, k, v, True, True)):
-        got = torch.ops.flash_attn3.backward(there[0], None, *there[1:], dims[0] ** -0.5, True, True)
+        *got, _ = torch.ops.flash_attn3.backward(there[0], None, *there[1:], None, dims[0] ** -0.5, *bounds(True), True)
     assert torch.cuda.current_device() == 0 and all(x.device == there[1].device for x in got)
     assert equal([x.to(DEVICE) for x in got], wanted)
     leaves = [x.requires_grad_() for x in there[1:4]]
@@ -275,7 +291,7 @@ def test_other_device_than_the_current_one(dims):
     assert equal([x.to(DEVICE) for x in torch.autograd.grad(out, leaves, there[0])], wanted)
     assert torch.cuda.current_device() == 0
     with pytest.raises((RuntimeError, ValueError)):
-        torch.ops.flash_attn3.backward(dout, None, *there[1:], dims[0] ** -0.5, True, True)
+        torch.ops.flash_attn3.backward(dout, None, *there[1:], None, dims[0] ** -0.5, *bounds(True), True)
 
 
 NAMES = ("dout", "dlse", "q", "k", "v", "out", "lse")
@@ -308,7 +324,7 @@ def test_operator_refuses_before_any_launch(name, change):
     tensors[name] = change(tensors[name])
     before = torch.ops.flash_attn3.launch_counts()
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        torch.ops.flash_attn3.backward(*tensors.values(), 0.125, False, False)
+        torch.ops.flash_attn3.backward(*tensors.values(), None, 0.125, *bounds(False), False)
     assert len(str(caught.value)) > 20
     assert torch.equal(torch.ops.flash_attn3.launch_counts(), before)
     torch.cuda.synchronize()
@@ -319,13 +335,13 @@ def test_operator_refuses_a_scale_or_gradients_that_do_not_fit():
     tensors = (gradient_of_out(q, v), None, q, k, v, *attend(q, k, v))
     for scale in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises((RuntimeError, ValueError)):
-            torch.ops.flash_attn3.backward(*tensors, scale, False, False)
+            torch.ops.flash_attn3.backward(*tensors, None, scale, *bounds(False), False)
     for which in range(3):
         for change in (lambda x: x[:, :50], lambda x: x.float(), lambda x: x.cpu(), lambda x: torch.cat([x, x], 3)):
             grads = [torch.empty_like(x) for x in (q, k, v)]
             grads[which] = change(grads[which])
             with pytest.raises((RuntimeError, ValueError)):
-                torch.ops.flash_attn3.backward_out(*tensors, *grads, 0.125, False, False)
+                torch.ops.flash_attn3.backward_out(*tensors, None, *grads, 0.125, *bounds(False), False)
 
 
 def test_separate_kernels_at_short_lengths(monkeypatch):

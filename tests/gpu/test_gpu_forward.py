@@ -188,7 +188,7 @@ def test_every_alignment_of_the_diagonal(dims):
 def test_packed_qkv_function():
     qkv = torch.randn(2, 100, 3, 4, 64, dtype=torch.bfloat16, device=DEVICE)
     q, k, v = qkv.unbind(2)
-    with ran(row_of(q, k, v, True)):
+    with ran(row_of(q, k, v)):
         out = flash_attn3.flash_attn_qkvpacked_func(qkv, causal=True)
     assert torch.equal(out, attend(q, k, v, True)[0])
 
@@ -198,6 +198,6 @@ def test_bare_tensor_and_speed_arguments():
     q, k, v = inputs(2, 200, 200, 4, 2, 128)
     wanted = attend(q, k, v, True)
     for extra in SPEED_ARGUMENTS:
-        with ran(row_of(q, k, v, True)):
+        with ran(row_of(q, k, v)):
             out = flash_attn3.flash_attn_func(q, k, v, causal=True, **extra)
         assert torch.equal(out, wanted[0]), extra

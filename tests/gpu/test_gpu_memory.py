@@ -9,7 +9,7 @@ import harness
 import oracle
 import pytest
 import torch
-from harness import DEVICE, attend, check_lse, equal, inputs, ran, randn, row_of
+from harness import DEVICE, attend, bounds, check_lse, equal, inputs, ran, randn, row_of
 from torch import Tensor
 from views import VIEWS, WRITABLE_VIEWS, far_apart, name_of
 
@@ -79,8 +79,8 @@ def test_surroundings_are_never_read(lengths, dim):
 
 def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool) -> Tensor:
     harness.poison(2 * out.numel(), 4 * math.prod(q.shape[:3]))
-    with ran(row_of(q, k, v, causal)):
-        return torch.ops.flash_attn3.forward_out(q, k, v, out, q.shape[3] ** -0.5, causal)
+    with ran(row_of(q, k, v)):
+        return torch.ops.flash_attn3.forward_out(q, k, v, None, out, q.shape[3] ** -0.5, *bounds(causal))
 
 
 @pytest.mark.parametrize("lengths", [(200, 200), (70, 150), (150, 70), (1, 64)], ids=str)
@@ -122,16 +122,18 @@ def test_out_with_an_odd_stride_of_size_one(stride):
 def test_out_that_overlaps_itself_is_refused():
     q, k, v = inputs(2, 50, 50, 2, 1, 64)
     with pytest.raises(RuntimeError, match="out has stride 0"):
-        torch.ops.flash_attn3.forward_out(q, k, v, q.new_empty(1, 50, 2, 64).expand(2, -1, -1, -1), 0.125, False)
+        out = q.new_empty(1, 50, 2, 64).expand(2, -1, -1, -1)
+        torch.ops.flash_attn3.forward_out(q, k, v, None, out, 0.125, *bounds(False))
 
 
 def test_out_without_rows_or_keys():
     q, k, v = inputs(2, 50, 0, 2, 1, 64)
     out = torch.full_like(q, torch.nan)
-    lse = torch.ops.flash_attn3.forward_out(q, k, v, out, 0.125, False)
+    lse = torch.ops.flash_attn3.forward_out(q, k, v, None, out, 0.125, *bounds(False))
     assert (out == 0).all() and (lse == -torch.inf).all()
     out = torch.empty(2, 0, 2, 64, dtype=q.dtype, device=DEVICE)
-    assert torch.ops.flash_attn3.forward_out(q[:, :0], k, v, out, 0.125, False).shape == (2, 2, 0)
+    lse = torch.ops.flash_attn3.forward_out(q[:, :0], k, v, None, out, 0.125, *bounds(False))
+    assert lse.shape == (2, 2, 0)
 
 
 # Huge tensors. 2^31 elements are 4.3 GB; the shapes below keep the arithmetic small.

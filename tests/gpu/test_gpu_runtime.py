@@ -11,7 +11,7 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-from harness import DEVICE, HEAD_DIMS, attend, equal, inputs, ran, row_of
+from harness import DEVICE, HEAD_DIMS, attend, bounds, equal, inputs, ran, row_of
 
 import flash_attn3
 
@@ -115,7 +115,7 @@ def test_nothing_waits_on_the_host():
         for causal in (False, True):
             out = flash_attn3.flash_attn_func(q, k, v, causal=causal)
             flash_attn3.flash_attn_func(odd, odd, odd, causal=causal)
-            torch.ops.flash_attn3.forward_out(q, k, v, out, 0.1, causal)
+            torch.ops.flash_attn3.forward_out(q, k, v, None, out, 0.1, *bounds(causal))
 
     harness.assert_nothing_waits(calls, 0.05)
 
@@ -172,10 +172,10 @@ def test_other_device_than_the_current_one(dims):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs a second GPU")
     q, k, v = (x.to("cuda:1") for x in inputs(2, 300, 300, 4, 2, *dims))
-    with torch.cuda.device(1), ran(row_of(q, k, v, True)):
+    with torch.cuda.device(1), ran(row_of(q, k, v)):
         wanted = flash_attn3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert torch.cuda.current_device() == 0
-    with ran(row_of(q, k, v, True)):
+    with ran(row_of(q, k, v)):
         got = flash_attn3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert torch.cuda.current_device() == 0 and got[0].device == q.device
     assert equal(got, wanted)
@@ -203,7 +203,7 @@ def test_operator_refuses_before_any_launch(change):
     tensors = change(*inputs(2, 100, 100, 4, 2, 64))
     before = torch.ops.flash_attn3.launch_counts()
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        torch.ops.flash_attn3.forward(*tensors, 0.125, False)
+        torch.ops.flash_attn3.forward(*tensors, None, 0.125, *bounds(False))
     assert len(str(caught.value)) > 20
     assert torch.equal(torch.ops.flash_attn3.launch_counts(), before)
     torch.cuda.synchronize()
@@ -213,10 +213,10 @@ def test_operator_refuses_a_scale_or_out_that_does_not_fit():
     q, k, v = inputs(2, 100, 100, 4, 2, 64)
     for scale in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises((RuntimeError, ValueError)):
-            torch.ops.flash_attn3.forward(q, k, v, scale, False)
+            torch.ops.flash_attn3.forward(q, k, v, None, scale, *bounds(False))
     for out in (q[:, :50], q.float(), q.cpu(), torch.cat([q, q], 3)):
         with pytest.raises((RuntimeError, ValueError)):
-            torch.ops.flash_attn3.forward_out(q, k, v, torch.empty_like(out), 0.125, False)
+            torch.ops.flash_attn3.forward_out(q, k, v, None, torch.empty_like(out), 0.125, *bounds(False))
 
 
 def test_peak_memory_is_the_result():

@@ -4,7 +4,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import HEAD_DIMS, equal, generator, inputs, ran, row_of
+from harness import HEAD_DIMS, bounds, equal, generator, inputs, ran, row_of
 
 import flash_attn3
 
@@ -13,7 +13,8 @@ import flash_attn3
 @pytest.mark.parametrize("shape", [(2, 100, 150, 4, 2, 64), (1, 70, 70, 2, 1, 100, 33)], ids=str)
 def test_opcheck(op, shape):
     q, k, v = inputs(*shape)
-    arguments = (q, k, v) + ((q.new_empty(*q.shape[:3], v.shape[3]),) if op == "forward_out" else ()) + (0.125, True)
+    out = (q.new_empty(*q.shape[:3], v.shape[3]),) if op == "forward_out" else ()
+    arguments = (q, k, v, None, *out, 0.125, *bounds(True))
     torch.library.opcheck(getattr(torch.ops.flash_attn3, op).default, arguments)
 
 
@@ -30,7 +31,7 @@ def test_compiled_forward_is_one_graph(backend):
         q, k, v = inputs(2, seqlen, seqlen, 8, 8, 64)
         views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
         for tensors in ((q, k, v), views):
-            with torch.no_grad(), ran(row_of(q, k, v, True)):
+            with torch.no_grad(), ran(row_of(q, k, v)):
                 out, lse, flat = compiled(*tensors)
             wanted = flash_attn3.flash_attn_func(q * 2, k, v, causal=True, return_attn_probs=True)
             assert equal((out, lse), wanted)
@@ -49,7 +50,7 @@ def test_sdpa_drop_in(stored, dims):
             else:
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             seen = k[:, :, : lengths[0]] if is_causal else k  # top-left: later keys are seen by nobody
-            row = row_of(q.transpose(1, 2), seen.transpose(1, 2), v.transpose(1, 2), is_causal)
+            row = row_of(q.transpose(1, 2), seen.transpose(1, 2), v.transpose(1, 2))
             with ran(row):
                 out = flash_attn3.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.3, enable_gqa=True)
             assert out.shape == (*q.shape[:3], v.shape[3]) and out.dtype == q.dtype

@@ -7,8 +7,6 @@
 #include <cutlass/numeric_types.h>
 
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 namespace flash_attn3 {
 
@@ -36,12 +34,5 @@ struct ElementPair<cutlass::half_t> {
     return reinterpret_cast<uint32_t const&>(pair);
   }
 };
-
-inline void check_launch(char const* what) {
-  cudaError_t const status = cudaGetLastError();
-  if (status != cudaSuccess) {
-    throw std::runtime_error(std::string("flash_attn3: launch of ") + what + ": " + cudaGetErrorString(status));
-  }
-}
 
 }  // namespace flash_attn3

@@ -49,6 +49,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Within 6e-7 of tanh(x), for any x; NaN stays NaN. 1 - 2 / (1 + exp(2 x)) reaches -1 and 1 where exp runs to 0 or inf.
+__device__ __forceinline__ float tanh_by_exp2(float x) {
+  constexpr float kTwoLog2E = 2.885390082f;
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + exp2_approx(x * kTwoLog2E)));
+  return fmaf(-2.f, inverse, 1.f);
+}
+
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -153,13 +161,19 @@ struct OnlineSoftmax {
     return static_cast<int>(top) >= kFirstAbove || static_cast<int>(top << 16) >= kFirstAbove;
   }
 
-  // 1 / row sum for O, and the natural-log LSE. A row without a key gives 0 and -inf.
-  __device__ __forceinline__ void finish(float scale, float (&inverse)[2], float (&lse)[2]) {
+  // What O is multiplied by, and the natural-log LSE. The sink is a logit of every row that has no value and joins
+  // here, -inf: none; whichever of it and the row's reference is larger, nothing overflows. A row without a key, whose
+  // O and sum are 0, gets the sink as LSE.
+  __device__ __forceinline__ void finish(float scale, float sink, float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float const total = quad_sum(sum[r]);
-      inverse[r] = total == 0.f ? 0.f : 1.f / total;
-      lse[r] = total == 0.f ? -INFINITY : reference[r] * scale + logf(total);
+      float const own = reference[r] * scale;
+      float const top = fmaxf(own, sink);
+      float const weight = own == top ? 1.f : expf(own - top);    // of the keys; the comparisons are for infinities
+      float const beside = sink == top ? 1.f : expf(sink - top);  // of the sink
+      float const total = fmaf(quad_sum(sum[r]), weight, beside);
+      inverse[r] = weight / total;
+      lse[r] = top + logf(total);
     }
   }
 };

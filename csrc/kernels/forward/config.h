@@ -87,6 +87,15 @@ struct ForwardConfig {
                                                                      cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 };
 
+// How a warpgroup walks a tile.
+struct ForwardWalk {
+  KeyRange keys;         // its own blocks
+  int32_t above, below;  // how many more the tile has, which the warpgroup releases as they come
+  // Blocks in which the warpgroups of the tile issue in turns; if there are none, keys.unmasked_begin and 0.
+  int32_t turns_begin, turns_end;
+  bool last_in_turn;  // it passes the turn to warpgroup 0
+};
+
 // Barriers in shared memory: who arrives -> who waits, and what the waiter may then do.
 // - query_full[b][w]: producer and TMA bytes -> warpgroup w reads its 64 rows of Q in buffer b
 // - query_empty[b][w]: one thread of w, when O has left these rows, or each warp of w after its last Q K^T if O leaves
@@ -94,7 +103,7 @@ struct ForwardConfig {
 // - key_full[s]: producer and TMA bytes -> all consumers read K of stage s
 // - key_empty[s]: each consumer warp, after Q K^T -> producer overwrites stage s
 // - value_full[s], value_empty[s]: the same for V and P V
-// - tiles: see TileSlots
+// - tiles: see TileSlots; the walks of a tile go with it
 // Named barriers: w, the 128 threads of warpgroup w have O in shared memory; kWarpgroups + w, the turn of w
 // (consumer.h).
 
@@ -116,6 +125,7 @@ struct ForwardStorage {
   TransactionBarrier value_full[Config::kValueStages];
   Barrier value_empty[Config::kValueStages];
   TileSlots tiles;
+  ForwardWalk walks[TileSlots::kSlots][Config::kWarpgroups];
 };
 
 }  // namespace flash_attn3

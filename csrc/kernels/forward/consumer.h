@@ -1,11 +1,11 @@
 // A consumer warpgroup: 64 query rows of a tile, keys walked from right to left.
 //   S = Q K^T ; P = exp2(c S - reference) ; O += P V ; O /= row sum ; LSE
 // In a step the warpgroup issues O += P V of the block before and S = Q K^T of this one together, waits for both and
-// does the softmax while the tensor cores work for the other warpgroups. Blocks that need a mask come first, in a loop
-// of their own; the hot loop has neither compares nor a row maximum. Every warpgroup walks the blocks that its own rows
-// need and only releases the others, so that the diagonal of a causal tile costs 64 rows' width. In the blocks that all
-// of them walk without a mask they issue their GEMMs in turns (ping-pong): one's softmax then lies under the others'
-// GEMMs.
+// does the softmax while the tensor cores work for the other warpgroups. Blocks that need a mask, those at the right
+// edge and those at the left, are walked in a loop of their own; the hot loop has neither compares nor a row maximum.
+// Every warpgroup walks the blocks that its own rows need and only releases the others, so that an edge of the mask
+// costs 64 rows' width. In the blocks that all of them walk without a mask they issue their GEMMs in turns (ping-pong):
+// one's softmax then lies under the others' GEMMs.
 #pragma once
 
 #include <cute/algorithm/gemm.hpp>
@@ -43,7 +43,7 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     if (warpgroup == Config::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, turn_barrier(0));
     for (;; ++tiles) {
-      Tile const tile = storage.tiles.take(tiles);
+      Tile const tile = storage.tiles.look(tiles);
       if (tile.block < 0) break;
       process(tile);
     }
@@ -60,13 +60,17 @@ struct Consumer {
     value_state.advance();
   }
 
+  // The warpgroup's first row.
+  __device__ __forceinline__ int row_of(Tile const& tile) const {
+    return tile.block * Config::kBlockM + warpgroup * kRowsPerWarpgroup;
+  }
   __device__ __forceinline__ int query_buffer() const { return tiles % Config::kQueryBuffers; }
 
   // O over Q: gives back the buffer from which O of the tile before leaves, once it has been read.
   __device__ __forceinline__ void release_left_queries() {
     if (output_leaving && thread == 0) {
       cute::tma_store_wait<0>();
-      storage.query_empty[(tiles + 1) % Config::kQueryBuffers][warpgroup].arrive();
+      storage.query_empty[(opaque(tiles) + 1) % Config::kQueryBuffers][warpgroup].arrive();
     }
     output_leaving = false;
   }
@@ -76,25 +80,44 @@ struct Consumer {
     if constexpr (!Config::kOutputOverQuery) arrive_warp(storage.query_empty[query_buffer()][warpgroup]);
   }
 
-  __device__ __forceinline__ void process(Tile const tile) {
-    int const tile_row = tile.block * Config::kBlockM;
-    int const row = tile_row + warpgroup * kRowsPerWarpgroup;
-    auto range = [&](int begin, int end) {
-      return key_range(begin, end, params.seqlen_q, params.seqlen_k, params.causal, kBlockN);
-    };
-    int const tile_blocks = range(tile_row, tile_row + Config::kBlockM).key_blocks;
-    KeyRange const keys = range(row, row + kRowsPerWarpgroup);
+  // The slot of the present tile, held until release(): what is needed only outside the hot loop is read again, not
+  // kept in registers through it.
+  __device__ __forceinline__ int slot() const {
+    compiler_fence();
+    return opaque(tiles) % TileSlots::kSlots;
+  }
 
+  // Known to be uniform, as the tile.
+  __device__ __forceinline__ ForwardWalk look_at_walk() const {
+    ForwardWalk walk{};
+    if (threadIdx.x % 32 == 0) walk = storage.walks[slot()][warpgroup];
+    auto of_lane_0 = [](int value) { return __shfl_sync(0xffffffffu, value, 0); };
+    return {{of_lane_0(walk.keys.begin), of_lane_0(walk.keys.end), of_lane_0(walk.keys.unmasked_begin),
+             of_lane_0(walk.keys.unmasked_end)},
+            of_lane_0(walk.above),
+            of_lane_0(walk.below),
+            of_lane_0(walk.turns_begin),
+            of_lane_0(walk.turns_end),
+            of_lane_0(walk.last_in_turn) != 0};
+  }
+
+  // The `count` next blocks of the tile, which the warpgroup does not need.
+  __device__ __forceinline__ void release_unread(int count) {
 #pragma unroll 1
-    for (int block = tile_blocks; block > keys.key_blocks; --block) {
+    for (; count > 0; --count) {
       storage.key_full[key_state.stage].wait(key_state.phase);
       release_keys();
       storage.value_full[value_state.stage].wait(value_state.phase);
       release_values();
     }
+  }
+
+  __device__ __forceinline__ void process(Tile const& tile) {
+    ForwardWalk const walk = look_at_walk();
+    release_unread(walk.above);
     auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kConsumer, tiles);
     storage.query_full[query.stage][warpgroup].wait(query.phase);
-    if (row >= params.seqlen_q) {
+    if (row_of(tile) >= tile.sequence.q_length) {
       if constexpr (Config::kOutputOverQuery) {
         release_left_queries();
         cutlass::arch::NamedBarrier::sync(128, warpgroup);  // all have passed the wait above
@@ -102,46 +125,36 @@ struct Consumer {
       } else {
         release_read_queries();
       }
+      storage.tiles.release(tiles);
       return;
     }
 
     float o[kOutputs];
     OnlineSoftmax<Element> softmax(params.scale_log2);
-    KeyRange const first = range(tile_row, tile_row + kRowsPerWarpgroup);
-    int const shared_blocks = max_int(0, min_int(first.unmasked, first.key_blocks - 1));
-    int const active = min_int(Config::kWarpgroups, ceil_div(params.seqlen_q - tile_row, kRowsPerWarpgroup));
-    if (keys.key_blocks > 0) {
-      attend(keys, row, Turns{warpgroup, active, shared_blocks}, softmax, o);
+    if (walk.keys.begin < walk.keys.end) {
+      attend(walk, softmax, o);
     } else {
       release_read_queries();
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
     }
-    store(tile, row, softmax, o);
+    store(softmax, o);
+    int const below = look_at_walk().below;
+    storage.tiles.release(tiles);
+    release_unread(below);
   }
 
-  // Turns of the `active` first warpgroups in the last `blocks` blocks, 0..blocks - 1, which all of them walk. Turn
-  // barrier w: warpgroup w waits, its predecessor arrives. One token goes round for the life of the CTA: the last pass
-  // of a tile is what warpgroup 0 takes in the next one, so nobody can pass twice before the other has taken.
-  struct Turns {
-    int warpgroup, active, blocks;
-
-    __device__ __forceinline__ void take(int block) const {
-      if (active > 1 && block < blocks) cutlass::arch::NamedBarrier::sync(256, turn_barrier(warpgroup));
-    }
-    __device__ __forceinline__ void pass(int block) const {
-      if (active > 1 && block < blocks) {
-        cutlass::arch::NamedBarrier::arrive(256, turn_barrier(warpgroup < active - 1 ? warpgroup + 1 : 0));
-      }
-    }
-  };
+  // Turn barrier w: warpgroup w waits, its predecessor arrives. One token goes round for the life of the CTA: the last
+  // pass of a tile is what warpgroup 0 takes in the next one, so nobody can pass twice before the other has taken. In
+  // which blocks, and why that cannot end in a deadlock: Producer::give_walks.
   static __device__ __forceinline__ uint32_t turn_barrier(int warpgroup) { return Config::kWarpgroups + warpgroup; }
 
-  __device__ __forceinline__ void attend(KeyRange const keys, int row, Turns const turns,
-                                         OnlineSoftmax<Element>& softmax, float (&o)[kOutputs]) {
+  __device__ __forceinline__ void attend(ForwardWalk const& walk, OnlineSoftmax<Element>& softmax,
+                                         float (&o)[kOutputs]) {
+    KeyRange const& keys = walk.keys;
     float s[kScores];
     uint32_t p[kScores / 2];
-    int block = keys.key_blocks - 1;
+    int block = keys.end - 1;
     storage.key_full[key_state.stage].wait(key_state.phase);
     cute::warpgroup_arrive();
     multiply_qk(s);
@@ -150,25 +163,45 @@ struct Consumer {
     cute::warpgroup_wait<0>();
     fence(s);
     release_keys();
-    if (block >= keys.unmasked) mask(s, block, row);
+    cap(s);
+    if (block >= keys.unmasked_end || block < keys.unmasked_begin) mask(s, block);
     softmax.template exact<true>(s, p, o);
 
+    // Legs: down to `masked_to` with a mask, from there to `to` without one, in turns below `turns_end`. The first has
+    // the right edge and ends with the turns; the next ones have what is left of the unmasked blocks, and the left
+    // edge.
     int const first_pv = block - 1;  // before the step of this block O holds nothing
-    for (--block; block >= keys.unmasked; --block) {
-      multiply_both(s, p, o, block < first_pv, turns, block);
-      mask(s, block, row);
-      softmax.template exact<false>(s, p, o);
-    }
-    for (; block >= 0; --block) {
-      multiply_both(s, p, o, block < first_pv, turns, block);
-      softmax.unchecked_maximum(s, p, o);
+    int masked_to = keys.unmasked_end, to = walk.turns_begin, turns_end = walk.turns_end;
+    bool last = to == keys.begin;
+    --block;
+#pragma unroll 1
+    for (;;) {
+#pragma unroll 1
+      for (; block >= masked_to; --block) {
+        multiply_both(s, p, o, block < first_pv, false, false);
+        cap(s);
+        mask(s, block);
+        softmax.template exact<false>(s, p, o);
+      }
+#pragma unroll 1
+      for (; block >= to; --block) {
+        multiply_both(s, p, o, block < first_pv, block < turns_end, walk.last_in_turn);
+        cap(s);
+        softmax.unchecked_maximum(s, p, o);
+      }
+      if (last) break;
+      KeyRange const left = look_at_walk().keys;
+      last = block < left.unmasked_begin;
+      masked_to = last ? left.begin : block + 1;
+      to = last ? left.begin : left.unmasked_begin;
+      turns_end = 0;
     }
     release_read_queries();
 
     storage.value_full[value_state.stage].wait(value_state.phase);
     fence(o);
     cute::warpgroup_arrive();
-    multiply_pv(p, o, first_pv >= 0);
+    multiply_pv(p, o, block < first_pv);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     fence(o);
@@ -177,10 +210,10 @@ struct Consumer {
 
   // O += P V of the block before, S = Q K^T of this one. V is given back while Q K^T still runs.
   __device__ __forceinline__ void multiply_both(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
-                                                bool accumulate, Turns const& turns, int block) {
+                                                bool accumulate, bool in_turn, bool last_in_turn) {
     storage.value_full[value_state.stage].wait(value_state.phase);
     storage.key_full[key_state.stage].wait(key_state.phase);
-    turns.take(block);
+    if (in_turn) cutlass::arch::NamedBarrier::sync(256, turn_barrier(warpgroup));
     fence(s);
     fence(o);
     cute::warpgroup_arrive();
@@ -188,7 +221,7 @@ struct Consumer {
     cute::warpgroup_commit_batch();
     multiply_qk(s);
     cute::warpgroup_commit_batch();
-    turns.pass(block);
+    if (in_turn) cutlass::arch::NamedBarrier::arrive(256, turn_barrier(last_in_turn ? 0 : warpgroup + 1));
     cute::warpgroup_wait<1>();
     release_values();
     cute::warpgroup_wait<0>();
@@ -215,11 +248,12 @@ struct Consumer {
     using namespace cute;
     typename Config::MmaQk mma;
     auto const slice = mma.get_slice(0);
-    Tensor sQ =
-        make_tensor(make_smem_ptr(storage.q[query_buffer()][warpgroup]), typename Config::LayoutQ{});  // (64, D)
-    Tensor sK = make_tensor(make_smem_ptr(storage.k), typename Config::LayoutK{});                     // (N, D, STAGES)
-    Tensor tSrQ = slice.partition_fragment_A(sQ);                                                      // (MMA, 1, D/16)
-    Tensor tSrK = slice.partition_fragment_B(sK)(_, _, _, key_state.stage);                            // (MMA, 1, D/16)
+    // Of many columns: descriptors of Q are computed in each step; kept in registers through the loops, others spill.
+    int const owner = Config::kHeadDim > 128 ? opaque(warpgroup) : warpgroup;
+    Tensor sQ = make_tensor(make_smem_ptr(storage.q[query_buffer()][owner]), typename Config::LayoutQ{});  // (64, D)
+    Tensor sK = make_tensor(make_smem_ptr(storage.k), typename Config::LayoutK{});  // (N, D, STAGES)
+    Tensor tSrQ = slice.partition_fragment_A(sQ);                                   // (MMA, 1, D/16)
+    Tensor tSrK = slice.partition_fragment_B(sK)(_, _, _, key_state.stage);         // (MMA, 1, D/16)
     Tensor tSrS = accumulator(s);
     mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
@@ -248,34 +282,58 @@ struct Consumer {
     }
   }
 
-  // Scores of keys that a row does not see become -inf. Columns are compile-time numbers against a limit per row.
-  __device__ __forceinline__ void mask(float (&s)[kScores], int block, int row) {
-    int const first_row = row + thread / 32 * 16 + thread % 32 / 4;
-    int const first_column = block * kBlockN + thread % 4 * 2;
-    int limit[2];
+  // Softcap: scores in units of the cap. The hot loop branches over it.
+  __device__ __forceinline__ void cap(float (&s)[kScores]) {
+    if (__builtin_expect(params.cap_scale != 0.f, false)) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.cap_scale * s[i]);
+    }
+  }
+
+  // Scores of keys that a row does not see become -inf. Columns are compile-time numbers against the limits of a row.
+  // Left limits fall only into the blocks below those without a mask.
+  __device__ __forceinline__ void mask(float (&s)[kScores], int block) {
+    int const place = slot();
+    Tile const& tile = storage.tiles.tile[place];
+    int const i = opaque(thread);
+    int const first_row = row_of(tile) + i / 32 * 16 + i % 32 / 4;
+    int const first_column = block * kBlockN + i % 4 * 2;
+    int begin[2], end[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      limit[r] = visible_keys(first_row + 8 * r, params.seqlen_q, params.seqlen_k, params.causal) - first_column;
+      Span const seen = visible_keys(first_row + 8 * r, tile.sequence.q_length, tile.sequence.k_length, params.mask);
+      begin[r] = seen.begin - first_column;
+      end[r] = seen.end - first_column;
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      if (i / 4 * 8 + i % 2 >= limit[(i >> 1) & 1]) s[i] = -INFINITY;
+      if (i / 4 * 8 + i % 2 >= end[(i >> 1) & 1]) s[i] = -INFINITY;
+    }
+    if (block < storage.walks[place][warpgroup].keys.unmasked_begin) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        if (i / 4 * 8 + i % 2 < begin[(i >> 1) & 1]) s[i] = -INFINITY;
+      }
     }
   }
 
   // O through shared memory and TMA, which clips rows and columns outside the tensor; LSE straight from registers.
-  __device__ __forceinline__ void store(Tile const tile, int row, OnlineSoftmax<Element>& softmax,
-                                        float (&o)[kOutputs]) {
+  __device__ __forceinline__ void store(OnlineSoftmax<Element>& softmax, float (&o)[kOutputs]) {
     using namespace cute;
     int const lane = thread % 32, warp = thread / 32;
+    Tile const tile = storage.tiles.tile[slot()];
+    int const row = row_of(tile);
     float inverse[2], lse[2];
-    softmax.finish(params.scale, inverse, lse);
+    // Opaque, or ptxas gives the sink a register for the whole tile.
+    float sink = __int_as_float(opaque(__float_as_int(-INFINITY)));
+    if (params.sink != nullptr) sink = __ldg(params.sink + tile.head);
+    softmax.finish(params.scale, sink, inverse, lse);
     if (lane % 4 == 0) {
-      int64_t const head = int64_t(tile.batch) * params.heads + tile.head;
+      float* const head_lse = params.lse + tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int const i = row + warp * 16 + lane / 4 + 8 * r;
-        if (i < params.seqlen_q) params.lse[head * params.seqlen_q + i] = lse[r];
+        if (i < tile.sequence.q_length) head_lse[tile.sequence.q_begin + i] = lse[r];
       }
     }
 
@@ -285,7 +343,8 @@ struct Consumer {
     constexpr int kUnits = Config::kChunk / 8;
     int const stsm_row = warp * 16 + lane % 16;
     int const swizzle = kUnits == 8 ? stsm_row % 8 : stsm_row / 2 % 4;
-    Element* const buffer = Config::kOutputOverQuery ? storage.q[query_buffer()][warpgroup] : storage.o[warpgroup];
+    Element* const buffer =
+        Config::kOutputOverQuery ? storage.q[opaque(tiles) % Config::kQueryBuffers][warpgroup] : storage.o[warpgroup];
     uint128_t* const row_units = reinterpret_cast<uint128_t*>(buffer) + stsm_row * kUnits;
 #pragma unroll
     for (int first = 0; first < Config::kHeadDimV; first += kColumns) {
@@ -311,10 +370,11 @@ struct Consumer {
       tma_store_fence();
       cutlass::arch::NamedBarrier::sync(128, warpgroup);
       if (thread == 0) {
+        TmaRows const rows = query_rows(params, tile, row, kRowsPerWarpgroup);
 #pragma unroll
         for (int column = 0; column < kColumns; column += Config::kChunk) {
-          SM90_TMA_STORE_4D::copy(&params.map_o, buffer + column * kRowsPerWarpgroup, first + column, row, tile.head,
-                                  tile.batch);
+          SM90_TMA_STORE_4D::copy(&params.map_o, buffer + column * kRowsPerWarpgroup, first + column, rows.sequence,
+                                  tile.head, rows.batch);
         }
         tma_store_arrive();
       }

@@ -1,13 +1,13 @@
-// The forward kernel and its launch. Persistent: a grid of at most one CTA an SM walks the tiles of the order.
+// The forward kernel and its launch. Persistent: a grid of at most one CTA an SM walks the tiles of the order. Three
+// warps of the producer warpgroup have nothing to load; they fill the rows of a packed batch that no sequence computes.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include <stdexcept>
-#include <string>
-
 #include "host/params.h"
+#include "kernels/common/gaps.h"
+#include "kernels/common/launch.h"
 #include "kernels/forward/config.h"
 #include "kernels/forward/consumer.h"
 #include "kernels/forward/producer.h"
@@ -16,9 +16,10 @@ namespace flash_attn3 {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_constant__ ForwardParams const params) {
-  extern __shared__ uint8_t raw[];
-  auto& storage =
-      *reinterpret_cast<ForwardStorage<Config>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  using Storage = ForwardStorage<Config>;
+  // Through one number that is known to be aligned: a base and an offset take two registers in the hot loop.
+  uint32_t const start = cute::cast_smem_ptr_to_uint(&shared_storage<Storage>()) & ~1023u;
+  auto& storage = *static_cast<Storage*>(__cvta_shared_to_generic(start));
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   if (threadIdx.x == 0) {
     for (int b = 0; b < Config::kQueryBuffers; ++b) {
@@ -39,13 +40,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
+  wait_for_previous_kernel();  // all above overlaps it
 
   // Uniform in a warp, and known to be, so that WGMMA descriptors live in uniform registers.
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == Config::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0) {
+    int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+    if (warp == 0) {
       Producer<Config>{params, storage, cute::elect_one_sync() != 0}.run();
+    } else if (params.gaps.gaps != nullptr) {
+      int const thread = (blockIdx.x * 3 + warp - 1) * 32 + threadIdx.x % 32, threads = gridDim.x * 96;
+      fill_gaps<typename Config::Element>(params.gaps, params.out, params.heads, params.head_dim_v, thread, threads);
+      fill_lse_gaps(params.gaps, params.lse, params.lse_stride_head, params.heads, thread, threads);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
@@ -55,17 +62,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
 
 template <class Config>
 void launch_forward(ForwardParams const& params, int grid, cudaStream_t stream) {
-  constexpr int kShared = sizeof(ForwardStorage<Config>) + 1024;  // dynamic shared memory starts 16-byte aligned
-  static_assert(kShared <= Config::kSharedLimit, "shared memory of an SM");
-  auto* const kernel = &forward_kernel<Config>;
-  auto check = [](cudaError_t status, char const* what) {
-    if (status != cudaSuccess)
-      throw std::runtime_error(std::string("flash_attn3: ") + what + ": " + cudaGetErrorString(status));
-  };
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-        "shared memory of a kernel");
-  kernel<<<grid, Config::kThreads, kShared, stream>>>(params);
-  check(cudaGetLastError(), "launch of a forward kernel");
+  launch_persistent<ForwardStorage<Config>, Config::kSharedLimit>(
+      &forward_kernel<Config>, params, grid, Config::kThreads, params.packed.sequences != nullptr, stream);
 }
 
 }  // namespace flash_attn3

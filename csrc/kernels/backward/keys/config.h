@@ -40,6 +40,11 @@ struct KeysConfig {
   static_assert(!kTransposed || kHeadDim == kWarpgroups * kRowsPerWarpgroup, "64 columns of dQ a warpgroup");
   static_assert(!kTransposed || kChunk == kRowsPerWarpgroup, "... which are a chunk of K");
 
+  // S^T of the next step runs before dK of the present one. Its Q is then needed a GEMM earlier, which two stages
+  // would not have loaded; and dK, dV, S, dS and P are in registers at once.
+  static constexpr bool kEarlyScores = !kFused && kQueryStages > 2;
+  static_assert(!kEarlyScores || (kHeadDim + kHeadDimV) / 2 + kBlockM <= 208, "registers");
+
   using KeyTile = SharedTile<kBlockN, kChunk>;
   using QueryTile = SharedTile<kBlockM, kChunk>;
   using ScoreTile = SharedTile<kBlockN, 64>;  // dS^T: keys x queries
@@ -49,12 +54,6 @@ struct KeysConfig {
   using MmaValues = RegisterMma<Element, kHeadDimV, kSumOverRows>;
   static constexpr int kQueryGradientColumns = kTransposed ? kBlockM : kHeadDim;
   using MmaQueries = SharedMma<Element, kQueryGradientColumns, kSumOverRows, kSumOverRows>;
-
-  static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
-  static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;
-  static constexpr int kStatisticBytes = kBlockM * 4;
-  static constexpr int kQueryBytes = kBlockM * kHeadDim * 2 + kStatisticBytes;      // of a stage, with its LSE
-  static constexpr int kGradientBytes = kBlockM * kHeadDimV * 2 + kStatisticBytes;  // of a stage, with its delta
 
   // Where a warpgroup writes: its 64 rows in each of the two chunks of the two buffers of dS^T. dV and dK leave through
   // the same places, so that K and V of the next tile can load meanwhile.
@@ -66,24 +65,6 @@ struct KeysConfig {
   static constexpr int kSharedLimit = 232448;
 };
 
-// Where a tile's walk is: a query head of the group and a block. It begins at first_block and wraps at the range's end.
-struct Walk {
-  int head, block, start;
-
-  __device__ __forceinline__ Walk(QueryRange const& range, int key_block, int step, bool causal) {
-    int const count = range.end - range.first;
-    start = first_block(range, key_block, causal);
-    head = step / count;
-    block = start + step % count;
-    if (block >= range.end) block -= count;
-  }
-
-  __device__ __forceinline__ void advance(QueryRange const& range) {
-    if (++block == range.end) block = range.first;
-    if (block == start) ++head;
-  }
-};
-
 // Barriers in shared memory: who arrives -> who waits, and what the waiter may then do.
 // - key_full, value_full: producer and TMA bytes -> both warpgroups read K, V of the tile
 // - key_empty: each consumer warp, after its last dQ of a tile (or S^T without dQ) -> producer overwrites K
@@ -92,7 +73,8 @@ struct Walk {
 // - query_empty[s]: each consumer warp, after dK of the step -> producer overwrites stage s
 // - gradient_full[s], gradient_empty[s]: the same for dO and delta, after dV of the step
 // - score_full[b]: each consumer warp, when its dS^T is in buffer b -> both warpgroups compute dQ from it
-// - score_empty[b]: each consumer warp, after that dQ -> both warpgroups overwrite buffer b
+// - score_empty[b]: each consumer warp, after that dQ -> both warpgroups overwrite buffer b, with dS^T or, for softcap,
+//   with the factors of dS before (tile.h)
 // Named barriers: w, the 128 threads of warpgroup w have dV and dK in shared memory, or know that they have left;
 // kWarpgroups + w, the turn of w (consumer.h).
 template <class Config>

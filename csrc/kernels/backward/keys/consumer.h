@@ -2,36 +2,30 @@
 //   S^T = K Q^T ; P = exp2(c S - lse) ; dP^T = V dO^T ; dV += P^T dO ; dS = P (dP - delta) ; dK += dS^T Q ; dQ = dS K
 // A step issues dP^T, dV | dS | dQ of the step before, dK | dQ leaves while dK runs | S^T of the next step |
 // exponentials. dQ is a step late, so that nobody waits for the other warpgroup's dS^T, and the warpgroups take turns
-// at the exponentials, which keeps them half a step apart: one's arithmetic then lies under the other's GEMMs.
+// at the exponentials, which keeps them half a step apart: one's arithmetic then lies under the other's GEMMs. Without
+// dQ there is room for S^T of the next step beside dS (kEarlyScores): dP^T, dV | dS | S^T of the next step, dK |
+// exponentials, under dK.
 #pragma once
 
-#include <cute/arch/copy_sm90.hpp>
-
 #include "kernels/backward/keys/config.h"
+#include "kernels/backward/keys/output.h"
+#include "kernels/backward/keys/tile.h"
 #include "kernels/common/softmax.h"
 
 namespace flash_attn3 {
 
 template <class Config>
-struct KeysConsumer {
-  using Element = typename Config::Element;
-  using Storage = KeysStorage<Config>;
+struct KeysConsumer : KeysOutput<Config> {
+  using Base = KeysOutput<Config>;
+  using Base::Base, Base::params, Base::storage, Base::warpgroup, Base::thread, Base::kKeys, Base::kValues;
+  using typename Base::Element;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr int kScores = kBlockM / 2;  // accumulators a thread: S^T, dP^T
-  static constexpr int kKeys = Config::kHeadDim / 2;
-  static constexpr int kValues = Config::kHeadDimV / 2;
   static constexpr int kQueries = Config::kQueryGradientColumns / 2;
   static constexpr int kPreloaded = Config::kTransposed ? kBlockM / 16 : 1;  // pairs of statistics, see load_statistics
 
-  BackwardParams const& params;
-  Storage& storage;
-  int const warpgroup;
-  int const thread;  // in the warpgroup
   uint32_t tile_phase = static_cast<uint32_t>(Role::kConsumer);
   int step = 0;  // so far: every step takes one stage of Q, one of dO, and buffer step % 2 of dS^T
-
-  __device__ __forceinline__ KeysConsumer(BackwardParams const& p, Storage& s, int wg)
-      : params(p), storage(s), warpgroup(wg), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run() {
     if (warpgroup == 1) pass_turn();
@@ -58,18 +52,23 @@ struct KeysConsumer {
   // Number `tiles` of the CTA. It is looked up again for the output: registers in the loop are scarce.
   __device__ __forceinline__ void process(int tiles) {
     float dk[kKeys], dv[kValues];
-    walk(storage.tiles.look(tiles), dk, dv);
+    walk(storage.tiles.look(tiles), tiles, dk, dv);
     Tile const tile = storage.tiles.look(tiles);
-    if (tile.part < 0 || sum_parts(tile, dk, dv)) store(tile, dk, dv);
+    if (tile.part < 0 || this->sum_parts(tile, dk, dv)) {
+      if constexpr (Config::kFused) {
+        wait_empty(step);
+        wait_empty(step + 1);
+      }
+      this->store(tile, dk, dv);
+    }
     storage.tiles.release(tiles);
   }
 
   // The loop is rotated: a step begins with its P in registers and ends with that of the next one. So the compiler does
   // not move the exponentials past the issue of dP^T, and the barriers of what comes next are tested (there,
   // next_there, empty, full) well before they are needed.
-  __device__ __forceinline__ void walk(Tile const tile, float (&dk)[kKeys], float (&dv)[kValues]) {
-    int const key = tile.block * kBlockN;
-    QueryRange const range = query_range(key, key + kBlockN, params.seqlen_q, params.seqlen_k, params.causal, kBlockM);
+  __device__ __forceinline__ void walk(Tile const& tile, int tiles, float (&dk)[kKeys], float (&dv)[kValues]) {
+    QueryRange const range = range_of<Config>(params, tile);
     StepRange const steps = steps_of(tile, params.order.parts, params.heads_per_kv_head * (range.end - range.first));
     if (steps.begin >= steps.end) {
 #pragma unroll
@@ -80,13 +79,14 @@ struct KeysConsumer {
     }
     int remaining = steps.end - steps.begin;
     bool first = true;
-    Walk at(range, tile.block, steps.begin, params.causal);
-    int64_t sums = sums_of(tile, at);  // where dQ of the step before goes; in the first step, of this one
+    Walk at(range, first_block(range, tile.block, params.mask), steps.begin);
+    int sums = sums_of(tile, at);  // where dQ of the step before goes; in the first step, of this one
     float s[kScores];
     uint32_t p[kScores / 2];
     storage.key_full.wait(tile_phase);
     issue_scores(step, s, false);
-    bool there = probabilities(step, key, at.block, range, s, p);
+    if (params.cap_scale != 0.f) this->wait_left();
+    bool there = probabilities<0>(step, tiles, at.block, range, s, p);
 #pragma unroll 1
     for (;; ++step) {
       bool const last = --remaining == 0;
@@ -107,28 +107,54 @@ struct KeysConsumer {
         arrive_warp(storage.value_empty);
         if constexpr (!Config::kFused) arrive_warp(storage.key_empty);
       }
-      bool empty = false, full = false;
+      bool empty = false, full = false, next_there = false;
       if constexpr (Config::kFused) {
         empty = storage.score_empty[step & 1].test_wait((step >> 1 & 1) ^ 1);
         full = first || storage.score_full[(step - 1) & 1].test_wait((step - 1) >> 1 & 1);
       }
+      if constexpr (Config::kEarlyScores) next_there = queries_there(step + 1);
+      if (params.cap_scale != 0.f) {
+        uncap(dp, storage.delta[gradient.stage]);
+        load_statistics(storage.delta[gradient.stage], delta);  // again: they need no registers meanwhile
+      }
       score_gradients(p, dp, storage.delta[gradient.stage], delta, ds);
+
+      if constexpr (Config::kEarlyScores) {
+        if (last) {
+          issue_keys(ds, dk, !first);
+          cute::warpgroup_wait<1>();
+          fence_accumulators(dv);
+          arrive_warp(storage.gradient_empty[gradient.stage]);
+        } else {
+          at.advance(range);
+          issue_scores(step + 1, s, next_there);
+          issue_keys(ds, dk, !first);
+          cute::warpgroup_wait<2>();
+          fence_accumulators(dv);
+          arrive_warp(storage.gradient_empty[gradient.stage]);
+          there = probabilities<1>(step + 1, tiles, at.block, range, s, p);
+        }
+        cute::warpgroup_wait<0>();
+        fence_accumulators(dk);
+        arrive_warp(storage.query_empty[query_stage(step)]);
+        first = false;
+        if (last) break;
+        continue;
+      }
 
       float dq[kQueries];
       if constexpr (Config::kFused) {
-        if (first) wait_left();
+        if (first) this->wait_left();
         publish(ds, empty);
         if (!full) storage.score_full[(step - 1) & 1].wait((step - 1) >> 1 & 1);
         issue_queries(step - 1, dq);  // in the first step of something else, and goes nowhere
       }
-      fence_accumulators(dk);
-      issue<typename Config::MmaKeys>(register_operand<Element>(ds), query_columns(), dk, !first);
+      issue_keys(ds, dk, !first);
       cute::warpgroup_wait<1>();
       if constexpr (Config::kFused) fence_accumulators(dq);
       fence_accumulators(dv);
       arrive_warp(storage.gradient_empty[gradient.stage]);
-      auto const next = PipelineState<Config::kQueryStages>::at(Role::kConsumer, step + 1);
-      bool const next_there = storage.query_full[next.stage].test_wait(next.phase);
+      next_there = queries_there(step + 1);
       if constexpr (Config::kFused) {
         if (!first) {
           arrive_warp(storage.score_empty[(step - 1) & 1]);
@@ -145,7 +171,7 @@ struct KeysConsumer {
       if (last) break;
       at.advance(range);
       issue_scores(step + 1, s, next_there);
-      there = probabilities(step + 1, key, at.block, range, s, p);
+      there = probabilities<0>(step + 1, tiles, at.block, range, s, p);
     }
     if constexpr (Config::kFused) {
       float dq[kQueries];
@@ -170,15 +196,29 @@ struct KeysConsumer {
         Config::QueryTile::template sum_over_columns<Config::kHeadDim>(storage.q[state.stage]), s, false);
   }
 
-  // Waits for S^T and turns it into P, in turns. Returns whether dO of the step is there already.
-  __device__ __forceinline__ bool probabilities(int of_step, int key, int block, QueryRange const range,
+  __device__ __forceinline__ bool queries_there(int of_step) const {
+    auto const state = PipelineState<Config::kQueryStages>::at(Role::kConsumer, of_step);
+    return storage.query_full[state.stage].test_wait(state.phase);
+  }
+
+  // dK += dS^T Q, or = in the first step.
+  __device__ __forceinline__ void issue_keys(uint32_t (&ds)[kScores / 2], float (&dk)[kKeys], bool accumulate) const {
+    fence_accumulators(dk);
+    issue<typename Config::MmaKeys>(register_operand<Element>(ds), query_columns(), dk, accumulate);
+  }
+
+  // Waits for S^T, after which kInFlight more are issued, and turns it into P, in turns. Returns whether dO of the step
+  // is there already.
+  template <int kInFlight>
+  __device__ __forceinline__ bool probabilities(int of_step, int tiles, int block, QueryRange const& range,
                                                 float (&s)[kScores], uint32_t (&p)[kScores / 2]) {
     float const* const rows = storage.lse_log2[query_stage(of_step)];
     float2 lse[kPreloaded];
     load_statistics(rows, lse);
-    cute::warpgroup_wait<0>();
+    cute::warpgroup_wait<kInFlight>();
     fence_accumulators(s);
-    if (block < range.unmasked) mask(s, key, block);
+    if (params.cap_scale != 0.f) cap(s, of_step);
+    if (block < range.unmasked_first || block >= range.unmasked_end) mask(s, tiles, block);
     auto const gradient = PipelineState<Config::kGradientStages>::at(Role::kConsumer, of_step);
     bool const there = storage.gradient_full[gradient.stage].test_wait(gradient.phase);
     take_turn();
@@ -217,22 +257,50 @@ struct KeysConsumer {
     }
   }
 
-  // Scores of rows that do not see a key become -inf. Rows (columns of S^T) are compile-time numbers against the first
-  // row that sees the thread's key.
-  __device__ __forceinline__ void mask(float (&s)[kScores], int key, int block) const {
-    int const own_key = key + warpgroup * kRowsPerWarpgroup + thread / 32 * 16 + thread % 32 / 4;
+  // Scores of rows that do not see a key become -inf. Rows (columns of S^T) are compile-time numbers against the rows
+  // that see the thread's key. The tile is read again from its slot: registers in the loop are scarce.
+  __device__ __forceinline__ void mask(float (&s)[kScores], int tiles, int block) const {
+    Tile const tile = storage.tiles.tile[tiles % TileSlots::kSlots];
+    int const key = tile.block * kBlockN + warpgroup * kRowsPerWarpgroup + thread / 32 * 16 + thread % 32 / 4;
     int const first_row = block * kBlockM + thread % 4 * 2;
-    int limit[2];
+    Span seen[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      int const k = own_key + 8 * r;
-      int const sees = params.causal ? k - (params.seqlen_k - params.seqlen_q) : 0;
-      limit[r] = k < params.seqlen_k ? sees - first_row : kBlockM;
-    }
+    for (int r = 0; r < 2; ++r) seen[r] = rows_from(first_row, key + 8 * r, tile.sequence, params.mask);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      if (i / 4 * 8 + i % 2 < limit[(i >> 1) & 1]) s[i] = -INFINITY;
+      if (i / 4 * 8 + i % 2 < seen[(i >> 1) & 1].begin) s[i] = -INFINITY;
     }
+    if (!forgets(params.mask)) return;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      if (i / 4 * 8 + i % 2 >= seen[(i >> 1) & 1].end) s[i] = -INFINITY;
+    }
+  }
+
+  // Softcap: the factors of dS (tile.h), by each thread in the rows of its warp of the buffer of dS^T: pair i, of
+  // accumulators 2 i and 2 i + 1.
+  __device__ __forceinline__ uint32_t volatile* factors(int of_step) const {
+    int const own = opaque(int(threadIdx.x));
+    return reinterpret_cast<uint32_t*>(storage.ds[of_step & 1]) + own / 32 * 512 + own % 32;
+  }
+  static constexpr int factor(int i) { return i / 16 * (kBlockN * 32) + i % 16 * 32; }
+  __device__ __forceinline__ void cap(float (&s)[kScores], int of_step) {
+    if constexpr (Config::kFused) wait_empty(of_step);
+    uint32_t volatile* const places = factors(of_step);
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      places[factor(i)] = cap_scores(s[2 * i], s[2 * i + 1], params.cap_scale);
+    }
+  }
+  __device__ __forceinline__ void uncap(float (&dp)[kScores], float const* rows) const {
+    uint32_t const volatile* const places = factors(step);
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+      float2 const delta = statistic(rows, j);
+#pragma unroll
+      for (int i = 2 * j; i < 2 * j + 2; ++i) cap_gradients(dp[2 * i], dp[2 * i + 1], delta, places[factor(i)]);
+    }
+    __syncwarp();  // before dS^T overwrites them
   }
 
   // The statistics of the two rows that accumulators 4 j .. 4 j + 3 belong to. Volatile, so that the compiler does not
@@ -280,29 +348,14 @@ struct KeysConsumer {
     }
   }
 
-  // The 64 rows of this warpgroup in one of the four chunks of the dS^T buffers.
-  __device__ __forceinline__ Element* region(int i) const {
-    return storage.ds[i / 2] + i % 2 * (kBlockN * 64) + warpgroup * Config::kRegionElements;
-  }
-
-  // STSM.x4 stores 16 rows x 16 columns a warp: lane l holds the address of row l % 16, left or right 8 columns.
-  template <int kUnits>
-  __device__ __forceinline__ void store_matrices(int own, Element* rows, int unit, uint32_t const (&words)[4]) const {
-    int const row = own / 32 * 16 + own % 16;
-    int const swizzle = kUnits == 8 ? row % 8 : row / 2 % 4;
-    cute::SM90_U32x4_STSM_N::copy(
-        words[0], words[1], words[2], words[3],
-        reinterpret_cast<cute::uint128_t*>(rows)[row * kUnits + ((unit + own % 32 / 16) ^ swizzle)]);
-  }
-
   // dS^T of this step into its buffer, for both warpgroups.
   __device__ __forceinline__ void publish(uint32_t const (&ds)[kScores / 2], bool empty) {
     if (!empty) wait_empty(step);
 #pragma unroll
     for (int i = 0; i < kBlockM / 16; ++i) {
       uint32_t const words[4] = {ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]};
-      store_matrices<8>(thread, region(0) + (step & 1) * Config::kScoreElements + i / 4 * (kBlockN * 64), i % 4 * 2,
-                        words);
+      this->template store_matrices<8>(
+          thread, this->region(0) + (step & 1) * Config::kScoreElements + i / 4 * (kBlockN * 64), i % 4 * 2, words);
     }
     cutlass::arch::fence_view_async_shared();
     arrive_warp(storage.score_full[step & 1]);
@@ -313,133 +366,32 @@ struct KeysConsumer {
     storage.score_empty[of_step & 1].wait((of_step >> 1 & 1) ^ 1);
   }
 
-  // Start of a block in dq_sums.
-  __device__ __forceinline__ int64_t sums_of(Tile const tile, Walk const at) const {
+  // Number of a block in dq_sums.
+  __device__ __forceinline__ int sums_of(Tile const& tile, Walk const& at) const {
     int const head = tile.head * params.heads_per_kv_head + at.head;
-    int const blocks = ceil_div(params.seqlen_q, kBlockM);
-    return ((int64_t(tile.batch) * params.heads + head) * blocks + at.block) * (kBlockM * Config::kHeadDim);
+    bool const packed = params.packed.sequences != nullptr;
+    int64_t const first = tile.batch * params.sums_stride_batch + head * params.sums_stride +
+                          (packed ? sums_begin(tile.sequence.q_begin, tile.batch, kBlockM) : 0);
+    return int(first) + at.block;
   }
 
   // From the block before the present one to the present one, in dq_sums.
-  __device__ __forceinline__ int64_t from_the_step_before(Walk const at, QueryRange const range) const {
+  __device__ __forceinline__ int from_the_step_before(Walk const& at, QueryRange const& range) const {
     int blocks = 1;
     if (at.block == range.first) blocks -= range.end - range.first;
-    if (at.block == at.start) blocks += ceil_div(params.seqlen_q, kBlockM);
-    return int64_t(blocks) * (kBlockM * Config::kHeadDim);
+    if (at.block == at.start) blocks += int(params.sums_stride);
+    return blocks;
   }
 
   // Fragment order (params.h): four accumulators of a thread are 16 bytes, those of a warp 512 contiguous ones.
-  __device__ __forceinline__ void add(int64_t sums, float const (&dq)[kQueries]) const {
-    float* const target = params.dq_sums + sums + (warpgroup * (kBlockM * Config::kHeadDim / 2) + thread * 4);
+  __device__ __forceinline__ void add(int sums, float const (&dq)[kQueries]) const {
+    constexpr int kBlock = kBlockM * Config::kHeadDim;
+    float* const target = params.dq_sums + int64_t(sums) * kBlock + (warpgroup * (kBlock / 2) + thread * 4);
 #pragma unroll
     for (int i = 0; i < kQueries; i += 4) {
       asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128), "f"(dq[i]),
                    "f"(dq[i + 1]), "f"(dq[i + 2]), "f"(dq[i + 3])
                    : "memory");
-    }
-  }
-
-  // A part of a cut tile: leaves its dK and dV in fp32. The part that comes last sums all in their order, whoever it
-  // is, and returns true. Each warpgroup does so for its own keys.
-  __device__ __forceinline__ bool sum_parts(Tile const tile, float (&dk)[kKeys], float (&dv)[kValues]) {
-    constexpr int64_t kPartFloats = kBlockN * (Config::kHeadDim + Config::kHeadDimV);
-    int const parts = params.order.parts;
-    float* const slot = params.partial_sums + int64_t(tile.slot) * parts * kPartFloats + warpgroup * (kPartFloats / 2) +
-                        opaque(thread) * 4;
-    float* const own = slot + tile.part * kPartFloats;
-    write_fragments(own, dk);
-    write_fragments(own + kKeys * 128, dv);
-    compiler_fence();
-    cutlass::arch::NamedBarrier::sync(128, warpgroup);
-    if (thread == 0) {
-      __threadfence();  // releases what the barrier has shown this thread, the writes of all
-      storage.parts_before[warpgroup] = atomicAdd(params.partial_counts + tile.slot * 2 + warpgroup, 1);
-      __threadfence();  // and acquires those of the other parts
-    }
-    compiler_fence();
-    cutlass::arch::NamedBarrier::sync(128, warpgroup);
-    compiler_fence();
-    if (storage.parts_before[warpgroup] != parts - 1) return false;
-    sum_fragments(slot, parts, dk);
-    sum_fragments(slot + kKeys * 128, parts, dv);
-    return true;
-  }
-
-  template <int kCount>
-  static __device__ __forceinline__ void write_fragments(float* target, float const (&values)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      __stcg(reinterpret_cast<float4*>(target + i * 128),
-             make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]));
-    }
-  }
-  template <int kCount>
-  static __device__ __forceinline__ void sum_fragments(float const* first, int parts, float (&values)[kCount]) {
-    constexpr int64_t kPartFloats = kBlockN * (Config::kHeadDim + Config::kHeadDimV);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = 0.f;
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part, first += kPartFloats) {
-#pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        float4 const more = __ldcg(reinterpret_cast<float4 const*>(first + i * 128));
-        values[i] += more.x, values[i + 1] += more.y, values[i + 2] += more.z, values[i + 3] += more.w;
-      }
-    }
-  }
-
-  // dV and scale * dK through shared memory and TMA, which clips rows and columns outside the tensors.
-  __device__ __forceinline__ void store(Tile const tile, float (&dk)[kKeys], float (&dv)[kValues]) {
-    if constexpr (Config::kFused) {
-      wait_empty(step);
-      wait_empty(step + 1);
-    }
-    wait_left();
-    constexpr int kValueChunks = Config::kHeadDimV / Config::kChunk;
-    int const own = opaque(thread);
-    stage<0>(own, dv, 1.f);
-    stage<kValueChunks>(own, dk, params.scale);
-    cute::tma_store_fence();
-    cutlass::arch::NamedBarrier::sync(128, warpgroup);
-    int const row = tile.block * kBlockN + warpgroup * kRowsPerWarpgroup;
-    if (thread == 0) {
-#pragma unroll
-      for (int i = 0; i < kValueChunks; ++i) {
-        cute::SM90_TMA_STORE_4D::copy(&params.map_dv, chunk(i), i * Config::kChunk, row, tile.head, tile.batch);
-      }
-#pragma unroll
-      for (int i = 0; i < Config::kHeadDim / Config::kChunk; ++i) {
-        cute::SM90_TMA_STORE_4D::copy(&params.map_dk, chunk(kValueChunks + i), i * Config::kChunk, row, tile.head,
-                                      tile.batch);
-      }
-      cute::tma_store_arrive();
-    }
-  }
-
-  // Until dV and dK of the tile before have left the buffers.
-  __device__ __forceinline__ void wait_left() const {
-    if (thread == 0) cute::tma_store_wait<0>();
-    cutlass::arch::NamedBarrier::sync(128, warpgroup);
-  }
-
-  // Chunk number i of what leaves: dV, then dK.
-  __device__ __forceinline__ Element* chunk(int i) const {
-    constexpr int kPerRegion = Config::kRegionElements / Config::kOutputChunk;
-    return region(i / kPerRegion) + i % kPerRegion * Config::kOutputChunk;
-  }
-
-  template <int kFirstChunk, int kCount>
-  __device__ __forceinline__ void stage(int own, float const (&values)[kCount], float factor) const {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 8) {
-      uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        words[j] = Packed<Element>::pack(values[i + 2 * j] * factor, values[i + 2 * j + 1] * factor);
-      }
-      int const column = i * 2;
-      store_matrices<Config::kChunk / 8>(own, chunk(kFirstChunk + column / Config::kChunk), column % Config::kChunk / 8,
-                                         words);
     }
   }
 };

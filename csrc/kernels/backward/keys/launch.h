@@ -38,13 +38,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
+  wait_for_previous_kernel();
+  allow_next_kernel();
 
   // Uniform in a warp, and known to be, so that WGMMA descriptors live in uniform registers.
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == Config::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0) {
-      KeysProducer<Config>{params, storage, cute::elect_one_sync() != 0}.run();
+      KeysProducer<Config>(params, storage, cute::elect_one_sync() != 0).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 void launch_backward_keys(BackwardParams const& params, int grid, cudaStream_t stream) {
   launch_persistent<KeysStorage<Config>, Config::kSharedLimit>(&backward_keys_kernel<Config>, params, grid,
-                                                               Config::kThreads, stream);
+                                                               Config::kThreads, true, stream);
 }
 
 }  // namespace flash_attn3

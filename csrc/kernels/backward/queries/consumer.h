@@ -2,8 +2,11 @@
 //   S = Q K^T ; P = exp2(c S - LSE) ; dP = dO V^T ; dS = P (dP - delta) ; dQ += dS K ; dQ *= scale
 // In a step the warpgroup issues S and dP, takes the exponentials while dP runs, then issues dQ and waits for it: while
 // it does arithmetic the tensor cores work for the other warpgroups, which drift apart by themselves. That reaches the
-// full rate, and K of one block only is held at a time. Blocks that need a mask come first, in a loop of their own.
-// Every warpgroup walks the blocks that its own rows need and only releases the others.
+// full rate, and K of one block only is held at a time. Every warpgroup walks the blocks that its own rows need and
+// only releases the tile's others. Those at either end of its walk may need a mask.
+//
+// Softcap: with t = tanh(s), s in units of the cap, P is exp2(c t - LSE) and dS is times 1 - t^2. Nothing here needs P
+// itself, so P takes that factor at once.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -69,8 +72,9 @@ struct QueriesConsumer {
   __device__ __forceinline__ int row_in_warpgroup() const { return thread / 32 * 16 + thread % 32 / 4; }
 
   __device__ __forceinline__ Rows load_statistics(Tile const tile, int row) const {
-    int64_t const head = int64_t(tile.batch) * params.heads + tile.head;
-    int64_t const first = head * params.statistics_stride + row + row_in_warpgroup();
+    int64_t first = tile.batch * params.statistics_stride_batch + tile.head * params.statistics_stride;
+    if (params.packed.sequences != nullptr) first += statistics_begin(tile.sequence.q_begin, tile.batch);
+    first += row + row_in_warpgroup();
     Rows rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -80,17 +84,39 @@ struct QueriesConsumer {
     return rows;
   }
 
-  __device__ __forceinline__ void process(Tile const tile) {
+  __device__ __forceinline__ KeyRange blocks_of(Sequence const& sequence, int begin, int end) const {
+    return key_range(begin, end, sequence.q_length, sequence.k_length, params.mask, kBlockN);
+  }
+
+  __device__ __forceinline__ void process(Tile const& tile) {
     int const tile_row = tile.block * Config::kBlockM;
     int const row = tile_row + warpgroup * kRowsPerWarpgroup;
-    auto range = [&](int begin, int end) {
-      return key_range(begin, end, params.seqlen_q, params.seqlen_k, params.causal, kBlockN);
-    };
-    int const tile_blocks = range(tile_row, tile_row + Config::kBlockM).key_blocks;
-    KeyRange const keys = range(row, row + kRowsPerWarpgroup);
+    KeyRange const all = blocks_of(tile.sequence, tile_row, tile_row + Config::kBlockM);
+    KeyRange const keys = blocks_of(tile.sequence, row, row + kRowsPerWarpgroup);
 
+    skip(all.end - max_int(keys.end, all.begin));  // all blocks, if its own range is empty
+    if (row >= tile.sequence.q_length) return;     // its mover loads nothing
+
+    Rows const rows = load_statistics(tile, row);
+    float dq[kOutputs];
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) dq[i] = 0.f;
+    storage.query_full[row_state.stage][warpgroup].wait(row_state.phase);
+    storage.dout_full[row_state.stage][warpgroup].wait(row_state.phase);
+    if (keys.begin >= keys.end) release_rows();
 #pragma unroll 1
-    for (int block = tile_blocks; block > keys.key_blocks; --block) {
+    for (int block = keys.end - 1; block >= keys.begin; --block) step(tile.sequence, keys, block, row, rows, dq);
+    // Before the output: its second round waits for the mover, which stores the first once it has the tile after this
+    // one, which the producer gives when all blocks of this one have been loaded. An empty range begins at 0.
+    skip(keys.begin - all.begin);
+    write(dq);
+    row_state.advance();
+  }
+
+  // Releases blocks, each when it has come: the others' blocks pass through the same stages.
+  __device__ __forceinline__ void skip(int blocks) {
+#pragma unroll 1
+    for (; blocks > 0; --blocks) {
       storage.key_full[key_state.stage].wait(key_state.phase);
       release_keys();
 #pragma unroll
@@ -99,26 +125,10 @@ struct QueriesConsumer {
         release_values();
       }
     }
-    if (row >= params.seqlen_q) return;  // its mover loads nothing
-
-    Rows const rows = load_statistics(tile, row);
-    float dq[kOutputs];
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) dq[i] = 0.f;
-    storage.query_full[row_state.stage][warpgroup].wait(row_state.phase);
-    storage.dout_full[row_state.stage][warpgroup].wait(row_state.phase);
-    int block = keys.key_blocks - 1;
-    if (block < 0) release_rows();
-#pragma unroll 1
-    for (; block >= keys.unmasked; --block) step<true>(block, row, rows, dq);
-#pragma unroll 1
-    for (; block >= 0; --block) step<false>(block, row, rows, dq);
-    write(dq);
-    row_state.advance();
   }
 
-  template <bool kMasked>
-  __device__ __forceinline__ void step(int block, int row, Rows const& rows, float (&dq)[kOutputs]) {
+  __device__ __forceinline__ void step(Sequence const& sequence, KeyRange const& keys, int block, int row,
+                                       Rows const& rows, float (&dq)[kOutputs]) {
     using RowTile = typename Config::RowTile;
     using KeyTile = typename Config::KeyTile;
     float s[kScores], dp[kScores], p[kScores];
@@ -144,8 +154,7 @@ struct QueriesConsumer {
 
     cute::warpgroup_wait<Config::kValueParts>();
     fence_accumulators(s);
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) p[i] = exp2_approx(fmaf(s[i], params.scale_log2, -rows.lse_log2[(i >> 1) & 1]));
+    exponentials(s, rows, p);
     if constexpr (Config::kValueParts == 2) {
       cute::warpgroup_wait<1>();
       release_values();
@@ -153,11 +162,11 @@ struct QueriesConsumer {
     cute::warpgroup_wait<0>();
     fence_accumulators(dp);
     release_values();
-    if (block == 0) release_rows();  // the last that this tile reads
+    if (block == keys.begin) release_rows();  // the last that these rows read
 
 #pragma unroll
     for (int i = 0; i < kScores; ++i) dp[i] = p[i] * (dp[i] - rows.delta[(i >> 1) & 1]);
-    if constexpr (kMasked) mask(dp, block, row);
+    if (block >= keys.unmasked_end || block < keys.unmasked_begin) mask(dp, sequence, block, row);
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) ds[i / 2] = Packed<Element>::pack(dp[i], dp[i + 1]);
 
@@ -170,19 +179,36 @@ struct QueriesConsumer {
     release_keys();
   }
 
+  // In a block of instructions of their own, over which ptxas does not move the wait for dP: they run under it.
+  __device__ __forceinline__ void exponentials(float const (&s)[kScores], Rows const& rows, float (&p)[kScores]) const {
+    if (__builtin_expect(params.cap_scale == 0.f, true)) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) p[i] = exp2_approx(fmaf(s[i], params.scale_log2, -rows.lse_log2[(i >> 1) & 1]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        float const t = tanh_by_exp2(s[i] * params.cap_scale);
+        p[i] = exp2_approx(fmaf(t, params.scale_log2, -rows.lse_log2[(i >> 1) & 1])) * fmaf(-t, t, 1.f);
+      }
+    }
+  }
+
   // dS of keys that a row does not see becomes 0, whatever P (exp2 of anything) and dP are there. Columns are
-  // compile-time numbers against a limit per row.
-  __device__ __forceinline__ void mask(float (&ds)[kScores], int block, int row) const {
+  // compile-time numbers against two limits per row, which are not kept between blocks.
+  __device__ __forceinline__ void mask(float (&ds)[kScores], Sequence const& sequence, int block, int row) const {
     int const first_column = block * kBlockN + thread % 4 * 2;
-    int limit[2];
+    int const first_row = opaque(row) + row_in_warpgroup();
+    int begin[2], end[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      limit[r] = visible_keys(row + row_in_warpgroup() + 8 * r, params.seqlen_q, params.seqlen_k, params.causal) -
-                 first_column;
+      Span const keys = visible_keys(first_row + 8 * r, sequence.q_length, sequence.k_length, params.mask);
+      begin[r] = keys.begin - first_column;
+      end[r] = keys.end - first_column;
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      if (i / 4 * 8 + i % 2 >= limit[(i >> 1) & 1]) ds[i] = 0.f;
+      int const column = i / 4 * 8 + i % 2, r = (i >> 1) & 1;
+      if (column < begin[r] || column >= end[r]) ds[i] = 0.f;
     }
   }
 

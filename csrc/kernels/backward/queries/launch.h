@@ -5,22 +5,18 @@
 #include <cuda_runtime.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include <stdexcept>
-#include <string>
-
 #include "host/params.h"
 #include "kernels/backward/queries/config.h"
 #include "kernels/backward/queries/consumer.h"
 #include "kernels/backward/queries/producer.h"
+#include "kernels/common/launch.h"
 
 namespace flash_attn3 {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_queries_kernel(__grid_constant__ BackwardParams const params) {
-  extern __shared__ uint8_t raw[];
-  auto& storage =
-      *reinterpret_cast<QueriesStorage<Config>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  auto& storage = shared_storage<QueriesStorage<Config>>();
   if (threadIdx.x == 0) storage.init();
   __syncthreads();
 
@@ -39,21 +35,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     QueriesConsumer<Config>(params, storage, warpgroup).run();
   }
+  // All that it reads was there before "backward_keys" let it start. But whatever follows this kernel takes it that
+  // everything before has ended, once this kernel has.
+  wait_for_previous_kernel();
 }
 
 template <class Config>
 void launch_backward_queries(BackwardParams const& params, int grid, cudaStream_t stream) {
-  constexpr int kShared = sizeof(QueriesStorage<Config>) + 1024;  // dynamic shared memory starts 16-byte aligned
-  static_assert(kShared <= Config::kSharedLimit, "shared memory of an SM");
-  auto* const kernel = &backward_queries_kernel<Config>;
-  auto check = [](cudaError_t status, char const* what) {
-    if (status != cudaSuccess)
-      throw std::runtime_error(std::string("flash_attn3: ") + what + ": " + cudaGetErrorString(status));
-  };
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-        "shared memory of a kernel");
-  kernel<<<grid, Config::kThreads, kShared, stream>>>(params);
-  check(cudaGetLastError(), "launch of a backward_queries kernel");
+  constexpr bool kOverlaps = true;
+  launch_persistent<QueriesStorage<Config>, Config::kSharedLimit>(&backward_queries_kernel<Config>, params, grid,
+                                                                  Config::kThreads, kOverlaps, stream);
 }
 
 }  // namespace flash_attn3

@@ -24,34 +24,36 @@ struct QueriesKeyProducer {
 
   __device__ __forceinline__ void run() {
     for (int tiles = 0;; ++tiles) {
-      Tile const tile = tile_at(params.order, params.heads, params.causal, next_position(params.counter, tiles));
+      Tile const tile = next_tile<false>(params, tiles);
       storage.tiles.give(tile, tiles, elected);
       if (tile.block < 0) return;
       load(tile);
     }
   }
 
-  __device__ __forceinline__ void load(Tile const tile) {
+  __device__ __forceinline__ void load(Tile const& tile) {
     int const row = tile.block * Config::kBlockM;
     int const kv_head = tile.head / params.heads_per_kv_head;
-    int const key_blocks =
-        key_range(row, row + Config::kBlockM, params.seqlen_q, params.seqlen_k, params.causal, kBlockN).key_blocks;
+    Sequence const& sequence = tile.sequence;
+    KeyRange const keys =
+        key_range(row, row + Config::kBlockM, sequence.q_length, sequence.k_length, params.mask, kBlockN);
 #pragma unroll 1
-    for (int key = (key_blocks - 1) * kBlockN; key >= 0; key -= kBlockN) {
+    for (int block = keys.end - 1; block >= keys.begin; --block) {
+      TmaRows const rows = key_rows(params, tile, block * kBlockN, kBlockN);
       auto& full = storage.key_full[key_state.stage];
       storage.key_empty[key_state.stage].wait(key_state.phase);
       if (elected) {
         full.arrive_and_expect_tx(Config::kKeyBytes);
         load_rows<Config::kChunk, Config::kHeadDim, kBlockN>(params.map_k, full, cute::TMA::CacheHintSm90::EVICT_LAST,
-                                                             storage.k[key_state.stage], key, kv_head, tile.batch);
+                                                             storage.k[key_state.stage], rows, kv_head);
       }
       key_state.advance();
 #pragma unroll 1
-      for (int part = 0; part < Config::kValueParts; ++part) load_values(part, key, kv_head, tile.batch);
+      for (int part = 0; part < Config::kValueParts; ++part) load_values(part, rows, kv_head);
     }
   }
 
-  __device__ __forceinline__ void load_values(int part, int key, int kv_head, int batch) {
+  __device__ __forceinline__ void load_values(int part, TmaRows const& rows, int kv_head) {
     auto& full = storage.value_full[value_state.stage];
     storage.value_empty[value_state.stage].wait(value_state.phase);
     if (elected) {
@@ -61,7 +63,7 @@ struct QueriesKeyProducer {
         cute::SM90_TMA_LOAD_4D::copy(&params.map_v, reinterpret_cast<uint64_t*>(&full),
                                      static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
                                      storage.v[value_state.stage] + column * kBlockN,
-                                     part * Config::kPartColumns + column, key, kv_head, batch);
+                                     part * Config::kPartColumns + column, rows.sequence, kv_head, rows.batch);
       }
     }
     value_state.advance();
@@ -79,25 +81,27 @@ struct QueriesRowMover {
   bool const elected;
   PipelineState<Config::kRowBuffers> row_state{Role::kProducer};
   PipelineState<1> output_state{Role::kConsumer};
-  static constexpr Tile kNone = {-1, 0, 0, -1, 0};
-  Tile leaving[Config::kRowBuffers];  // tiles whose dQ has not been stored, oldest first
+  // Rows of a tile, of one head, as the maps of Q, dO and dQ know them.
+  struct Rows {
+    TmaRows at;
+    int32_t head;  // -1: none
+  };
+  static constexpr Rows kNone = {{0, 0}, -1};
+  Rows leaving[Config::kRowBuffers];  // whose dQ has not been stored, oldest first
 
   __device__ __forceinline__ QueriesRowMover(BackwardParams const& p, QueriesStorage<Config>& s, int wg, bool one)
       : params(p), storage(s), warpgroup(wg), elected(one) {
 #pragma unroll
-    for (Tile& tile : leaving) tile = kNone;
-  }
-
-  __device__ __forceinline__ int first_row(Tile const tile) const {
-    return tile.block * Config::kBlockM + warpgroup * kRowsPerWarpgroup;
+    for (Rows& rows : leaving) rows = kNone;
   }
 
   __device__ __forceinline__ void run() {
     for (int tiles = 0;; ++tiles) {
       Tile const tile = storage.tiles.take(tiles);
       if (tile.block < 0) break;
-      if (first_row(tile) < params.seqlen_q) {
-        exchange(tile);
+      int const first = tile.block * Config::kBlockM + warpgroup * kRowsPerWarpgroup;
+      if (first < tile.sequence.q_length) {
+        exchange({query_rows(params, tile, first, kRowsPerWarpgroup), tile.head});
       } else {
         // Not later: the warpgroup may wait to write its next round before it goes on to this tile, and without it K
         // and V of this tile, and so the tile after, do not come.
@@ -115,7 +119,7 @@ struct QueriesRowMover {
   }
 
   // Rows of the next tile in, dQ of the one that used the buffer before out.
-  __device__ __forceinline__ void exchange(Tile const next) {
+  __device__ __forceinline__ void exchange(Rows const next) {
     if constexpr (Config::kOutputOverQuery) {
       load_dout(next);
       wait_for_queries();
@@ -130,7 +134,7 @@ struct QueriesRowMover {
     advance(next);
   }
 
-  __device__ __forceinline__ void advance(Tile const next) {
+  __device__ __forceinline__ void advance(Rows const next) {
 #pragma unroll
     for (int i = 1; i < Config::kRowBuffers; ++i) leaving[i - 1] = leaving[i];
     leaving[Config::kRowBuffers - 1] = next;
@@ -141,31 +145,30 @@ struct QueriesRowMover {
     storage.query_empty[row_state.stage][warpgroup].wait(row_state.phase);
   }
 
-  __device__ __forceinline__ void load_queries(Tile const tile) {
+  __device__ __forceinline__ void load_queries(Rows const rows) {
     if (elected) {
       auto& full = storage.query_full[row_state.stage][warpgroup];
       full.arrive_and_expect_tx(Config::kQueryBytes);
       load_rows<kChunk, Config::kHeadDim, kRowsPerWarpgroup>(params.map_q, full, cute::TMA::CacheHintSm90::EVICT_FIRST,
-                                                             storage.q[row_state.stage][warpgroup], first_row(tile),
-                                                             tile.head, tile.batch);
+                                                             storage.q[row_state.stage][warpgroup], rows.at, rows.head);
     }
   }
 
-  __device__ __forceinline__ void load_dout(Tile const tile) {
+  __device__ __forceinline__ void load_dout(Rows const rows) {
     storage.dout_empty[row_state.stage][warpgroup].wait(row_state.phase);
     if (elected) {
       auto& full = storage.dout_full[row_state.stage][warpgroup];
       full.arrive_and_expect_tx(Config::kDoutBytes);
       load_rows<kChunk, Config::kHeadDimV, kRowsPerWarpgroup>(
           params.map_dout, full, cute::TMA::CacheHintSm90::EVICT_FIRST, storage.dout[row_state.stage][warpgroup],
-          first_row(tile), tile.head, tile.batch);
+          rows.at, rows.head);
     }
   }
 
-  // Stores dQ of a tile, a round of columns at a time, and waits until shared memory has been read. TMA clips what lies
-  // outside the tensor.
-  __device__ __forceinline__ void store(Tile const tile) {
-    if (tile.block < 0) return;
+  // Stores dQ of the rows, a round of columns at a time, and waits until shared memory has been read. TMA clips what
+  // lies outside the sequence.
+  __device__ __forceinline__ void store(Rows const rows) {
+    if (rows.head < 0) return;
 #pragma unroll 1
     for (int first = 0; first < Config::kHeadDim; first += Config::kOutputColumns) {
       Element* source = storage.q[row_state.stage][warpgroup];
@@ -178,7 +181,7 @@ struct QueriesRowMover {
 #pragma unroll
         for (int column = 0; column < Config::kOutputColumns; column += kChunk) {
           cute::SM90_TMA_STORE_4D::copy(&params.map_dq, source + column * kRowsPerWarpgroup, first + column,
-                                        first_row(tile), tile.head, tile.batch);
+                                        rows.at.sequence, rows.head, rows.at.batch);
         }
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();

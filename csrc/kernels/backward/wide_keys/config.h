@@ -47,9 +47,7 @@ struct WideKeysConfig {
   template <int kColumns>
   using MmaGradient = RegisterMma<Element, kColumns, kSumOverRows>;
 
-  static constexpr int kWords = kBlockM / 4;                                // packed pairs a thread of P or dS
-  static constexpr int kQueryBytes = kBlockM * kHeadDim * 2 + kBlockM * 4;  // with the statistics of the rows
-  static constexpr int kOutputBytes = kBlockM * kHeadDimV * 2 + kBlockM * 4;
+  static constexpr int kWords = kBlockM / 4;  // packed pairs a thread of P or dS
 
   static constexpr int kSharedLimit = 232448;
   static constexpr int kBlockElements = kBlockM * (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV);
@@ -82,6 +80,7 @@ struct WideKeysBlocks : PipelineState<2> {
 //   read P of the block, whose place may be overwritten
 // - tiles: see TileSlots
 // P(m + 1) is written after ds_full of m and dS(m + 1) after p_full of m + 1, so each needs one place and no "empty".
+// With softcap the factors of dS (tile.h) cross together with P, in the place of dS.
 // Named barriers: w, the 128 threads of warpgroup w, when a gradient leaves.
 
 template <class Config>

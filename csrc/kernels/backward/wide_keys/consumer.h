@@ -9,9 +9,7 @@
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include <climits>
-
-#include "host/geometry.h"
+#include "kernels/backward/keys/tile.h"
 #include "kernels/backward/wide_keys/config.h"
 #include "kernels/common/pipeline.h"
 #include "kernels/common/softmax.h"
@@ -41,9 +39,15 @@ struct WideKeysConsumer {
   __device__ __forceinline__ WideKeysConsumer(BackwardParams const& p, WideKeysStorage<Config>& s)
       : params(p), storage(s), thread(threadIdx.x % 128), warp(__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0)) {}
 
-  __device__ __forceinline__ QueryRange range_of(Tile const tile) const {
-    int const key = tile.block * Config::kBlockN;
-    return query_range(key, key + Config::kBlockN, params.seqlen_q, params.seqlen_k, params.causal, kBlockM);
+  // Hands the numbers of the CTA's tiles to `process`, which looks them up where it needs them: registers are scarce.
+  template <class Process>
+  __device__ __forceinline__ void for_each_tile(Process process) const {
+    for (int tiles = 0;; ++tiles) {
+      if (storage.tiles.look(tiles).block < 0) break;
+      process(tiles);
+      storage.tiles.release(tiles);
+    }
+    leave();  // the buffers live as long as the CTA
   }
 
   // Accumulator i of a thread belongs to key first_key() + 8 * (i / 2 % 2) of the tile and to query
@@ -78,11 +82,18 @@ struct WideKeysConsumer {
     compiler_fence();
   }
 
-  // A gradient of the tile's keys through shared memory and TMA, which clips rows and columns outside the tensor, a
-  // chunk at a time. The buffers' last readers were this warpgroup or have been waited for by each of its warps.
+  // Softcap: the factors of dS (tile.h), of a thread, 128 words from each to the next. Warpgroup 0 has read the dS of
+  // the block before, the same thread of warpgroup 1 writes this block's.
+  __device__ __forceinline__ uint32_t volatile* factors() const {
+    return reinterpret_cast<uint32_t*>(storage.exchange[1]) + opaque(thread);
+  }
+
+  // A gradient of the tile's keys through shared memory and TMA, which clips rows and columns outside the
+  // sequence, a chunk at a time. The buffers' last readers were this warpgroup or have been waited for by each of its
+  // warps.
   template <int kColumns, int kBuffers>
   __device__ __forceinline__ void store(CUtensorMap const& map, Element* const (&buffers)[kBuffers], float factor,
-                                        float const (&gradient)[kColumns / 2], Tile const tile, int warpgroup) const {
+                                        float const (&gradient)[kColumns / 2], Tile const& tile, int warpgroup) const {
     using namespace cute;
     // STSM.x4: lanes 8i..8i+7 hold the row addresses of 8x8 matrix i: rows 0-7 or 8-15, left or right 8 columns. The
     // TMA box swizzles its 16-byte units by row % 8.
@@ -113,7 +124,8 @@ struct WideKeysConsumer {
       leave();  // with two buffers: the chunk before, whose buffer is written next
       cutlass::arch::NamedBarrier::sync(128, warpgroup);
       if (thread == 0) {
-        SM90_TMA_STORE_4D::copy(&map, buffer, first, tile.block * Config::kBlockN, tile.head, tile.batch);
+        TmaRows const rows = key_rows(params, tile, tile.block * Config::kBlockN, Config::kBlockN);
+        SM90_TMA_STORE_4D::copy(&map, buffer, first, rows.sequence, tile.head, rows.batch);
         tma_store_arrive();
       }
     }
@@ -135,27 +147,21 @@ struct WideKeysScores : WideKeysConsumer<Config> {
   static constexpr int kHeadDim = Config::kHeadDim;
 
   __device__ __forceinline__ void run() {
-    for (int tiles = 0;; ++tiles) {
-      Tile const tile = storage.tiles.take(tiles);
-      if (tile.block < 0) break;
-      process(tile);
-    }
-    this->leave();  // the buffers live as long as the CTA
+    this->for_each_tile([&](int tiles) { process(tiles); });
   }
 
-  __device__ __forceinline__ void process(Tile const tile) {
-    QueryRange const range = this->range_of(tile);
+  __device__ __forceinline__ void process(int tiles) {
+    QueryRange const range = range_of<Config>(params, storage.tiles.look(tiles));
     int const count = (range.end - range.first) * params.heads_per_kv_head;
     float dk[kHeadDim / 2];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.f;
 
     if (count > 0) {
-      int const key = tile.block * Config::kBlockN + this->first_key();
       float s[kScores];
       uint32_t ds[kWords];
       float2 lse[kAtoms];
-      int block = range.first;
+      Walk at(range, range.first, 0);
       storage.key_full.wait(keys.phase);
       keys.advance();
       int buffer = multiply_scores(s);
@@ -165,18 +171,18 @@ struct WideKeysScores : WideKeysConsumer<Config> {
       if (count == 1) arrive_warp(storage.key_empty);
       this->leave();  // dK of the tile before is still leaving over P and dS
       cutlass::arch::NamedBarrier::sync(128, 0);
-      publish(s, lse, block, range, key);
+      publish(s, lse, at.block, range, tiles);
 
 #pragma unroll 1
       for (int i = 1; i < count; ++i) {
-        block = block + 1 == range.end ? range.first : block + 1;
+        at.advance(range);
         int const next = multiply_scores(s);
         multiply_gradient(dk, ds, buffer);
         this->read_statistics(next, lse);
         cute::warpgroup_wait<1>();
         fence_accumulators(s);
         if (i == count - 1) arrive_warp(storage.key_empty);
-        publish(s, lse, block, range, key);
+        publish(s, lse, at.block, range, tiles);
         cute::warpgroup_wait<0>();
         fence_accumulators(dk);
         arrive_warp(storage.block_empty[buffer]);
@@ -190,7 +196,7 @@ struct WideKeysScores : WideKeysConsumer<Config> {
     }
     Element* const buffers[2] = {reinterpret_cast<Element*>(storage.exchange[0]),
                                  reinterpret_cast<Element*>(storage.exchange[1])};
-    this->template store<kHeadDim>(params.map_dk, buffers, params.scale, dk, tile, 0);
+    this->template store<kHeadDim>(params.map_dk, buffers, params.scale, dk, storage.tiles.look(tiles), 0);
   }
 
   // S^T = K Q^T of the next block; returns the buffer of its Q.
@@ -216,33 +222,40 @@ struct WideKeysScores : WideKeysConsumer<Config> {
         true);
   }
 
-  // P of a block, to warpgroup 1. A key that a row does not see has P = 0, whatever its score.
-  __device__ __forceinline__ void publish(float const (&s)[kScores], float2 const (&lse)[kAtoms], int block,
-                                          QueryRange const& range, int key) const {
-    uint32_t p[kWords];
-    if (block < range.unmasked) {
-      int limit[2];  // the first column that sees the key
+  // P of a block, to warpgroup 1.
+  __device__ __forceinline__ void publish(float (&s)[kScores], float2 const (&lse)[kAtoms], int block,
+                                          QueryRange const& range, int tiles) const {
+    if (params.cap_scale != 0.f) {
+      uint32_t volatile* const factors = this->factors();
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        int const first_row = params.causal ? key + 8 * r - (params.seqlen_k - params.seqlen_q) : 0;
-        limit[r] = key + 8 * r < params.seqlen_k ? first_row - block * kBlockM - this->first_column() : INT_MAX;
+      for (int j = 0; j < kWords; ++j) {
+        factors[j * 128] = cap_scores(s[2 * j], s[2 * j + 1], params.cap_scale);
       }
-      exponentials(s, lse, p, [&](float x, int i) { return i / 4 * 8 + i % 2 >= limit[i / 2 % 2] ? x : 0.f; });
-    } else {
-      exponentials(s, lse, p, [](float x, int) { return x; });
+    }
+    if (block < range.unmasked_first || block >= range.unmasked_end) mask(s, block, tiles);
+    uint32_t p[kWords];
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      float const x = exp2_approx(fmaf(s[2 * j], params.scale_log2, -lse[j / 2].x));
+      float const y = exp2_approx(fmaf(s[2 * j + 1], params.scale_log2, -lse[j / 2].y));
+      p[j] = Packed<Element>::pack(x, y);
     }
     this->put(0, p);
     arrive_warp(storage.p_full[warp]);
   }
 
-  template <class Mask>
-  __device__ __forceinline__ void exponentials(float const (&s)[kScores], float2 const (&lse)[kAtoms],
-                                               uint32_t (&p)[kWords], Mask mask) const {
+  // Scores of rows that do not see a key become -inf.
+  __device__ __forceinline__ void mask(float (&s)[kScores], int block, int tiles) const {
+    Tile const tile = storage.tiles.tile[tiles % TileSlots::kSlots];
+    int const key = tile.block * Config::kBlockN + this->first_key();
+    int const first_row = block * kBlockM + this->first_column();
+    Span seen[2];
 #pragma unroll
-    for (int j = 0; j < kWords; ++j) {
-      float const x = exp2_approx(fmaf(s[2 * j], params.scale_log2, -lse[j / 2].x));
-      float const y = exp2_approx(fmaf(s[2 * j + 1], params.scale_log2, -lse[j / 2].y));
-      p[j] = Packed<Element>::pack(mask(x, 2 * j), mask(y, 2 * j + 1));
+    for (int r = 0; r < 2; ++r) seen[r] = rows_from(first_row, key + 8 * r, tile.sequence, params.mask);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      int const row = i / 4 * 8 + i % 2, r = i / 2 % 2;
+      if (row < seen[r].begin || row >= seen[r].end) s[i] = -INFINITY;
     }
   }
 };
@@ -257,16 +270,11 @@ struct WideKeysValues : WideKeysConsumer<Config> {
   static constexpr int kHeadDimV = Config::kHeadDimV;
 
   __device__ __forceinline__ void run() {
-    for (int tiles = 0;; ++tiles) {
-      Tile const tile = storage.tiles.take(tiles);
-      if (tile.block < 0) break;
-      process(tile);
-    }
-    this->leave();  // the buffers live as long as the CTA
+    this->for_each_tile([&](int tiles) { process(tiles); });
   }
 
-  __device__ __forceinline__ void process(Tile const tile) {
-    QueryRange const range = this->range_of(tile);
+  __device__ __forceinline__ void process(int tiles) {
+    QueryRange const range = range_of<Config>(params, storage.tiles.look(tiles));
     int const count = (range.end - range.first) * params.heads_per_kv_head;
     float dv[kHeadDimV / 2];
 #pragma unroll
@@ -295,6 +303,13 @@ struct WideKeysValues : WideKeysConsumer<Config> {
         cute::warpgroup_wait<1>();
         fence_accumulators(dp);
         if (i == count - 1) arrive_warp(storage.value_empty);
+        if (params.cap_scale != 0.f) {
+          uint32_t const volatile* const factors = this->factors();
+#pragma unroll
+          for (int j = 0; j < kWords; ++j) {
+            cap_gradients(dp[2 * j], dp[2 * j + 1], delta[j / 2], factors[j * 128]);
+          }
+        }
         publish(dp, pairs, delta);
         cute::warpgroup_wait<0>();
         fence_accumulators(dv);
@@ -304,7 +319,7 @@ struct WideKeysValues : WideKeysConsumer<Config> {
     Element* buffers[Config::kValueGradientBuffers];
 #pragma unroll
     for (int i = 0; i < Config::kValueGradientBuffers; ++i) buffers[i] = storage.dv[i];
-    this->template store<kHeadDimV>(params.map_dv, buffers, 1.f, dv, tile, 1);
+    this->template store<kHeadDimV>(params.map_dv, buffers, 1.f, dv, storage.tiles.look(tiles), 1);
   }
 
   // dP^T = V dO^T

@@ -15,10 +15,7 @@ namespace flash_attn3 {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) wide_keys_kernel(__grid_constant__ BackwardParams const params) {
-  // Aligned by an offset, not by a cast to an integer and back: the compiler then knows that it is shared memory and
-  // reads fragments and statistics by LDS.
-  extern __shared__ uint8_t raw[];
-  auto& storage = *reinterpret_cast<WideKeysStorage<Config>*>(raw + (-cute::cast_smem_ptr_to_uint(raw) & 1023));
+  auto& storage = shared_storage<WideKeysStorage<Config>>();
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4;  // of the one warpgroup that reads what the barrier guards
     storage.key_full.init(1);
@@ -37,13 +34,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) wide_keys_kernel(__grid_c
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
+  wait_for_previous_kernel();
+  allow_next_kernel();
 
   // Uniform in a warp, and known to be, so that WGMMA descriptors live in uniform registers.
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 2) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0) {
-      WideKeysProducer<Config>{params, storage, cute::elect_one_sync() != 0}.run();
+      WideKeysProducer<Config>(params, storage, cute::elect_one_sync() != 0).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) wide_keys_kernel(__grid_c
 template <class Config>
 void launch_wide_keys(BackwardParams const& params, int grid, cudaStream_t stream) {
   launch_persistent<WideKeysStorage<Config>, Config::kSharedLimit>(&wide_keys_kernel<Config>, params, grid,
-                                                                   Config::kThreads, stream);
+                                                                   Config::kThreads, true, stream);
 }
 
 }  // namespace flash_attn3
