@@ -110,8 +110,7 @@ class BackwardKernel:
     symbol = config
 
 
-# What ptxas spills (up to about 100 bytes) lies outside the loop over steps: a few numbers of the tile, some addresses
-# of its output.
+# What ptxas spills (at most 20 bytes) lies outside the loop over steps: numbers of the tile.
 _OUTSIDE = ("spills", "stack")
 
 # (op, head_dim, head_dim_v, block_m, block_n, stages[, allow])

@@ -93,7 +93,7 @@ def forward_into(out, q, k, v, qv, descales, sink, lengths, mask, kernel):
 def backward(dout, dlse, q, k, v, qv, out, lse, sink, lengths, mask, kernel, deterministic):
     """dq, dk, dv, dqv, dsink, not differentiable; None for what is None. `kernel`: the forward ran on the kernels."""
     if kernel:
-        deterministic = dispatch.must_be_deterministic(deterministic)
+        deterministic = dispatch.must_be_deterministic(deterministic, mask[4])
         if dispatch.runs_backward(q.dtype, q.shape[-1], v.shape[-1], sink is not None, deterministic):
             if lengths is None:
                 dq, dk, dv, dsink = _kernel_backward(dout, dlse, q, k, v, out, lse, sink, *mask, deterministic)
@@ -112,7 +112,7 @@ def backward(dout, dlse, q, k, v, qv, out, lse, sink, lengths, mask, kernel, det
 def backward_into(grads, dout, dlse, q, k, v, out, lse, lengths, mask, kernel, deterministic) -> None:
     """Writes dq, dk, dv, of any strides, that `grads` are."""
     if kernel:
-        deterministic = dispatch.must_be_deterministic(deterministic)
+        deterministic = dispatch.must_be_deterministic(deterministic, mask[4])
         if dispatch.runs_backward(q.dtype, q.shape[-1], v.shape[-1], False, deterministic):
             if lengths is None:
                 _kernel_backward_out(dout, dlse, q, k, v, out, lse, None, *grads, *mask, deterministic)

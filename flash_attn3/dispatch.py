@@ -237,9 +237,10 @@ def runs_backward(dtype: torch.dtype, head_dim: int, head_dim_v: int, has_sink: 
     return has_backward(dtype, head_dim, head_dim_v, deterministic) and (not has_sink or has_op("backward_sink"))
 
 
-def must_be_deterministic(deterministic: bool) -> bool:
-    """Whether gradients have to be bitwise repeatable: the caller asked for it, or torch's global switch is on."""
-    return bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+def must_be_deterministic(deterministic: bool, softcap: float = 0.0) -> bool:
+    """Whether the backward runs on the deterministic kernels: the caller asked for it, torch's global switch is on, or
+    the scores are capped, which the other kernel does not do."""
+    return bool(deterministic) or softcap > 0 or torch.are_deterministic_algorithms_enabled()
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class Explanation:
 
 def explain_problem(problem: Problem, deterministic: bool = False) -> Explanation:
     """The backend, kernel rows and reasons for a problem."""
-    deterministic = must_be_deterministic(deterministic)
+    deterministic = must_be_deterministic(deterministic, problem.softcap)
     reasons = reasons_not_supported(problem)
     backward_reasons = backward_reasons_not_supported(problem, deterministic)
     dims = (problem.head_dim, problem.head_dim_v, problem.seqlen_q, problem.seqlen_k)

@@ -93,7 +93,7 @@ class Case:
         self.early_scores = not self.fused and pick.random() < 0.6
         stages = ((3, 2), (3, 1), (2, 2)) if self.early_scores else ((2, 2), (2, 2), (2, 1), (1, 1), (3, 2), (1, 2))
         self.query_stages, self.gradient_stages = pick.choice(stages)
-        self.capped = pick.random() < 0.4
+        self.capped = not self.fused and pick.random() < 0.6
         self.transposed = pick.random() < 0.5
         self.collective = pick.random() < 0.5  # an MMA group starts when all warps have issued it
         self.chunks, self.places = pick.choice(((1, 1), (2, 1), (3, 2)))  # of dV and of dK; in a region
@@ -449,8 +449,6 @@ class Consumer:
         return there
 
     def cap(self, step: int, tag) -> Agent:
-        if self.case.fused:
-            yield self.wait_empty(step)
         for half in (0, 1):
             for region in self.own_regions(step % 2, half):
                 region.write(("factors", tag))

@@ -112,7 +112,8 @@ void run(Problem const& problem, Inputs const& in, Gradients results, Tensor dsi
   }
   int32_t const device = in.q.get_device_index();
   check_gpu(device);
-  std::array<int, 3> const rows = select_backward(problem, in.deterministic);
+  bool const capped = in.scores.softcap > 0;  // which the fused kernel does not know
+  std::array<int, 3> const rows = select_backward(problem, in.deterministic || capped);
   if (rows[0] < 0) fail_without_kernel(problem, "backward");
   int const sink_row = in.sink ? row_of("backward_sink") : -1;
   KernelRow const& first_row = kKernelTable[rows[1]];

@@ -118,6 +118,7 @@ def expected_backward(
     two sequences, of the right dtype, and of the smallest tile family that holds both head dims. Skips where this build
     has no such rows. `mask` is that of `bounds`; lengths of a packed batch are its mean ones."""
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    deterministic = deterministic or mask[3] > 0  # the fused kernel knows no softcap
     chosen = torch.ops.flash_attn3.select_backward(
         head_dim, head_dim_v, seqlen_q, seqlen_k, *mask[:3], varlen, name == "bf16", deterministic
     )

@@ -325,14 +325,14 @@ def test_compatible_operators(deterministic):
     dout, saved = gradient_of_out(q, v), attend(q, k, v, True)
     refs = reference_gradients(q, k, v, dout, None, True)
     rows = backward_rows(q, k, v, True, deterministic)
-    options = {"is_causal": True, "deterministic": deterministic}
+    options, lengths = {"is_causal": True, "deterministic": deterministic}, (None,) * 4
     with ran(rows):
         grads = torch.ops.flash_attn_3.bwd(dout, q, k, v, *saved, **options)[:3]
     assert_close_gradients(grads, *refs)
     for call in (
         lambda given: torch.ops.flash_attn_3.bwd(dout, q, k, v, *saved, *given, **options),
         lambda given: torch.ops.flash_attn_3._flash_attn_backward(
-            dout, q, k, v, *saved, *given, None, True, -1, -1, 0.0, deterministic
+            dout, q, k, v, *saved, *given, *lengths, None, True, -1, -1, 0.0, deterministic
         ),
     ):
         given = [torch.full_like(x, torch.nan) for x in (q, k, v)]

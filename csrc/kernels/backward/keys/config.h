@@ -73,8 +73,8 @@ struct KeysConfig {
 // - query_empty[s]: each consumer warp, after dK of the step -> producer overwrites stage s
 // - gradient_full[s], gradient_empty[s]: the same for dO and delta, after dV of the step
 // - score_full[b]: each consumer warp, when its dS^T is in buffer b -> both warpgroups compute dQ from it
-// - score_empty[b]: each consumer warp, after that dQ -> both warpgroups overwrite buffer b, with dS^T or, for softcap,
-//   with the factors of dS before (tile.h)
+// - score_empty[b]: each consumer warp, after that dQ -> both warpgroups overwrite buffer b
+// Without dQ a buffer holds the factors that softcap gives to dS of a step (tile.h): each warp has its own rows.
 // Named barriers: w, the 128 threads of warpgroup w have dV and dK in shared memory, or know that they have left;
 // kWarpgroups + w, the turn of w (consumer.h).
 template <class Config>

@@ -68,7 +68,11 @@ struct KeysConsumer : KeysOutput<Config> {
   // not move the exponentials past the issue of dP^T, and the barriers of what comes next are tested (there,
   // next_there, empty, full) well before they are needed.
   __device__ __forceinline__ void walk(Tile const& tile, int tiles, float (&dk)[kKeys], float (&dv)[kValues]) {
-    QueryRange const range = range_of<Config>(params, tile);
+    QueryRange range = range_of<Config>(params, tile);
+    // Not in uniform registers, which are scarce: each that descriptors lack is a move in every step.
+    range.unmasked_first = opaque(range.unmasked_first);
+    range.unmasked_end = opaque(range.unmasked_end);
+    tiles = opaque(tiles);
     StepRange const steps = steps_of(tile, params.order.parts, params.heads_per_kv_head * (range.end - range.first));
     if (steps.begin >= steps.end) {
 #pragma unroll
@@ -85,7 +89,7 @@ struct KeysConsumer : KeysOutput<Config> {
     uint32_t p[kScores / 2];
     storage.key_full.wait(tile_phase);
     issue_scores(step, s, false);
-    if (params.cap_scale != 0.f) this->wait_left();
+    if (is_capped()) this->wait_left();
     bool there = probabilities<0>(step, tiles, at.block, range, s, p);
 #pragma unroll 1
     for (;; ++step) {
@@ -113,7 +117,7 @@ struct KeysConsumer : KeysOutput<Config> {
         full = first || storage.score_full[(step - 1) & 1].test_wait((step - 1) >> 1 & 1);
       }
       if constexpr (Config::kEarlyScores) next_there = queries_there(step + 1);
-      if (params.cap_scale != 0.f) {
+      if (is_capped()) {
         uncap(dp, storage.delta[gradient.stage]);
         load_statistics(storage.delta[gradient.stage], delta);  // again: they need no registers meanwhile
       }
@@ -217,7 +221,7 @@ struct KeysConsumer : KeysOutput<Config> {
     load_statistics(rows, lse);
     cute::warpgroup_wait<kInFlight>();
     fence_accumulators(s);
-    if (params.cap_scale != 0.f) cap(s, of_step);
+    if (is_capped()) cap(s, of_step);
     if (block < range.unmasked_first || block >= range.unmasked_end) mask(s, tiles, block);
     auto const gradient = PipelineState<Config::kGradientStages>::at(Role::kConsumer, of_step);
     bool const there = storage.gradient_full[gradient.stage].test_wait(gradient.phase);
@@ -277,7 +281,13 @@ struct KeysConsumer : KeysOutput<Config> {
     }
   }
 
-  // Softcap: the factors of dS (tile.h), by each thread in the rows of its warp of the buffer of dS^T: pair i, of
+  // Softcap is left to the kernel without dQ: code for it here would lie in the way of every step.
+  __device__ __forceinline__ bool is_capped() const {
+    if constexpr (Config::kFused) return false;
+    return params.cap_scale != 0.f;
+  }
+
+  // The factors of dS (tile.h), by each thread in the rows of its warp of the buffer of dS^T: pair i, of
   // accumulators 2 i and 2 i + 1.
   __device__ __forceinline__ uint32_t volatile* factors(int of_step) const {
     int const own = opaque(int(threadIdx.x));
@@ -285,7 +295,6 @@ struct KeysConsumer : KeysOutput<Config> {
   }
   static constexpr int factor(int i) { return i / 16 * (kBlockN * 32) + i % 16 * 32; }
   __device__ __forceinline__ void cap(float (&s)[kScores], int of_step) {
-    if constexpr (Config::kFused) wait_empty(of_step);
     uint32_t volatile* const places = factors(of_step);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {

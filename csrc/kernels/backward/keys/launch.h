@@ -15,7 +15,9 @@ namespace flash_attn3 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_keys_kernel(__grid_constant__ BackwardParams const params) {
-  auto& storage = shared_storage<KeysStorage<Config>>();
+  // Through one number that is known to be aligned: a base and an offset take two registers in the loop.
+  uint32_t const start = cute::cast_smem_ptr_to_uint(&shared_storage<KeysStorage<Config>>()) & ~1023u;
+  auto& storage = *static_cast<KeysStorage<Config>*>(__cvta_shared_to_generic(start));
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   if (threadIdx.x == 0) {
     storage.key_full.init(1);

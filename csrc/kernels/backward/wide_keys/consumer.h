@@ -82,11 +82,12 @@ struct WideKeysConsumer {
     compiler_fence();
   }
 
-  // Softcap: the factors of dS (tile.h), of a thread, 128 words from each to the next. Warpgroup 0 has read the dS of
-  // the block before, the same thread of warpgroup 1 writes this block's.
+  // Softcap: the factors of dS (tile.h), pair j at factor(j), where dS of the same thread will lie: threads of other
+  // numbers are not waited for. That of warpgroup 0 has read the dS of the block before.
   __device__ __forceinline__ uint32_t volatile* factors() const {
-    return reinterpret_cast<uint32_t*>(storage.exchange[1]) + opaque(thread);
+    return reinterpret_cast<uint32_t*>(storage.exchange[1]) + opaque(thread) * 4;
   }
+  static constexpr int factor(int j) { return j / 4 * 512 + j % 4; }
 
   // A gradient of the tile's keys through shared memory and TMA, which clips rows and columns outside the
   // sequence, a chunk at a time. The buffers' last readers were this warpgroup or have been waited for by each of its
@@ -229,7 +230,7 @@ struct WideKeysScores : WideKeysConsumer<Config> {
       uint32_t volatile* const factors = this->factors();
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
-        factors[j * 128] = cap_scores(s[2 * j], s[2 * j + 1], params.cap_scale);
+        factors[Base::factor(j)] = cap_scores(s[2 * j], s[2 * j + 1], params.cap_scale);
       }
     }
     if (block < range.unmasked_first || block >= range.unmasked_end) mask(s, block, tiles);
@@ -307,7 +308,7 @@ struct WideKeysValues : WideKeysConsumer<Config> {
           uint32_t const volatile* const factors = this->factors();
 #pragma unroll
           for (int j = 0; j < kWords; ++j) {
-            cap_gradients(dp[2 * j], dp[2 * j + 1], delta[j / 2], factors[j * 128]);
+            cap_gradients(dp[2 * j], dp[2 * j + 1], delta[j / 2], factors[Base::factor(j)]);
           }
         }
         publish(dp, pairs, delta);
