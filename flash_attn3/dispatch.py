@@ -226,12 +226,6 @@ def backward_reasons_not_supported(problem: Problem, deterministic: bool) -> lis
     return reasons
 
 
-def use_kernel_backward(problem: Problem, deterministic: bool) -> bool:
-    """Whether the kernels run the backward."""
-    dims = (problem.head_dim, problem.head_dim_v)
-    return not _reasons(problem) and runs_backward(problem.dtype, *dims, problem.has_sink, deterministic)
-
-
 def runs_backward(dtype: torch.dtype, head_dim: int, head_dim_v: int, has_sink: bool, deterministic: bool) -> bool:
     """Whether the kernels run the backward of a forward that they ran."""
     return has_backward(dtype, head_dim, head_dim_v, deterministic) and (not has_sink or has_op("backward_sink"))

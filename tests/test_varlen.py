@@ -351,4 +351,3 @@ def test_a_build_without_the_kernels_of_packed_batches(monkeypatch):
         reasons = dispatch.reasons_not_supported(problem), dispatch.backward_reasons_not_supported(problem, False)
         for found, word in zip(reasons, (forward, backward), strict=True):
             assert len(found) == (word is not None) and (word is None or word in found[0])
-        assert dispatch.use_kernel_backward(problem, False) == (backward is None)

@@ -169,7 +169,8 @@ struct TmaRows {
 
 // Maps of a dense batch are (head dim, sequence, head, batch). Of a packed one they are (head dim, box, head, total +
 // 1) where both the second and the fourth dimension step by one row, from `box` rows before the tensor (tensor_map.h):
-// the box begins as far before the end of the second dimension as the sequence has rows left.
+// the box begins as far before the end of the second dimension as the sequence has rows left. It must have one, row <
+// length: of a box that lies outside altogether TMA touches the map's address, which lies before the tensor.
 FLASH_ATTN3_HD TmaRows tma_rows(bool packed, int32_t batch, int32_t begin, int32_t length, int32_t row, int32_t box) {
   if (!packed) return {row, batch};
   int32_t const left = max_int(0, min_int(box, length - row));
