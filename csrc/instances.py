@@ -110,7 +110,8 @@ class BackwardKernel:
     symbol = config
 
 
-# What ptxas spills (at most 20 bytes) lies outside the loop over steps: numbers of the tile.
+# What ptxas spills (at most 28 bytes) are numbers of the tile, outside the loop over steps or in its masked steps, and
+# of the producer's search for the next one.
 _OUTSIDE = ("spills", "stack")
 
 # (op, head_dim, head_dim_v, block_m, block_n, stages[, allow])
@@ -119,11 +120,11 @@ _BACKWARD_TILES = (
     ("backward", 96, 96, 128, 128, (2, 2), _OUTSIDE),
     ("backward", 128, 128, 80, 128, (2, 2), _OUTSIDE),
     ("backward_keys", 64, 64, 128, 128, (3, 2)),
-    ("backward_keys", 96, 96, 128, 128, (2, 2)),
+    ("backward_keys", 96, 96, 128, 128, (2, 2), _OUTSIDE),
     ("backward_keys", 128, 128, 80, 128, (2, 2)),
-    ("backward_keys", 192, 128, 96, 64, (2, 2)),
-    ("backward_keys", 192, 192, 96, 64, (2, 2)),
-    ("backward_keys", 256, 256, 64, 64, (2, 2)),
+    ("backward_keys", 192, 128, 96, 64, (2, 2), _OUTSIDE),
+    ("backward_keys", 192, 192, 96, 64, (2, 2), _OUTSIDE),
+    ("backward_keys", 256, 256, 64, 64, (2, 2), _OUTSIDE),
     ("backward_queries", 64, 64, 192, 80, (4, 4)),
     ("backward_queries", 96, 96, 192, 64, (3, 3)),
     ("backward_queries", 128, 128, 192, 64, (3, 3)),

@@ -147,15 +147,19 @@ void run(Problem const& problem, Inputs const& in, Gradients results, Tensor dsi
   PartialSums const partial = plan_partial_sums(first_order, first_row);
   DqSums const sums = fused ? plan_dq_sums(problem, first_row) : DqSums{};
   int64_t const statistics = (problem.packed ? 1 : problem.batch) * problem.heads * params.statistics_stride;
-  int64_t const cleared = sums.count + kTileCounters + (partial.counts + 3) / 4 * 4;
+  int64_t const zeroing = fused ? 1 + (problem.packed ? 1 : problem.batch) * problem.kv_heads : 0;
+  int64_t const cleared = kTileCounters + (partial.counts + zeroing + 3) / 4 * 4;
   int64_t const lists = problem.packed ? PackedBatch::words(problem.batch) : 0;
-  Tensor const workspace = empty_cuda({2 * statistics + cleared + partial.count + lists}, ScalarType::Float, device);
+  Tensor const workspace =
+      empty_cuda({2 * statistics + sums.count + cleared + partial.count + lists}, ScalarType::Float, device);
   params.lse_log2 = static_cast<float*>(workspace.data_ptr());
   params.delta = params.lse_log2 + statistics;
-  params.dq_sums = params.cleared = params.delta + statistics;
+  params.dq_sums = params.delta + statistics;
+  params.cleared = params.dq_sums + sums.count;
   params.cleared_count = cleared;
-  auto* const counters = reinterpret_cast<int32_t*>(params.dq_sums + sums.count);
+  auto* const counters = reinterpret_cast<int32_t*>(params.cleared);
   params.partial_counts = counters + kTileCounters;
+  params.zeroing = params.partial_counts + partial.counts;
   params.partial_sums = params.cleared + cleared;
   params.sums_stride = sums.stride;
   params.sums_stride_batch = problem.packed ? 0 : problem.heads * sums.stride;
@@ -171,10 +175,11 @@ void run(Problem const& problem, Inputs const& in, Gradients results, Tensor dsi
   }
   auto main_kernel = [&](int index, int id, TileOrder const& order) -> MainKernel {
     KernelRow const& row = kKernelTable[id];
-    if (batch)
-      return {id, row, order, batch->order(index, problem, row), counters + index, packed_grid(problem, row, sms)};
+    int const needed = batch ? packed_grid(problem, row, sms) : std::min(order.positions, sms);
+    int const grid = fused ? sms : needed;  // CTAs without a tile help to zero the sums
+    if (batch) return {id, row, order, batch->order(index, problem, row), counters + index, grid};
     int32_t* const counter = uses_counter(problem, order, sms) ? counters + index : nullptr;
-    return {id, row, order, {}, counter, std::min(order.positions, sms)};
+    return {id, row, order, {}, counter, grid};
   };
   MainKernel const first = main_kernel(0, rows[1], first_order);
   std::optional<MainKernel> second;

@@ -258,7 +258,7 @@ Tensor schedule_varlen(int64_t row, Tensor cu_seqlens_q, Tensor cu_seqlens_k, st
   order.sequences = layout.sequences.data();
   order.longest_first = layout.longest_first.data();
   order.first_block = first.data();
-  // As next_tile in kernels/common/tiles.h.
+  // As TileFinder in kernels/common/tiles.h.
   int32_t const group = int32_t(heads / kv_heads), tile_heads = int32_t(keys ? kv_heads : heads);
   for (int32_t position = 0; position < int64_t(first.back()) * tile_heads; ++position) {
     int32_t const* const after =

@@ -101,9 +101,12 @@ struct BackwardParams {
   // block_m rows, k and v block_n rows, dk and dv 64 rows. Of "backward_queries" (it holds queries, walks keys): q,
   // dout and dq 64 rows, k and v block_n rows.
   CUtensorMap map_q, map_k, map_v, map_dout, map_dq, map_dk, map_dv;
-  float* lse_log2;   // lse * log2(e); +inf for rows without a key and past the end: their probabilities are 0
-  float* delta;      // rowsum(dout * out) - dlse; 0 past the end
-  float* dq_sums;    // only "backward": dq / scale in fp32, see kernels/backward/finish.h; zero before the kernel
+  float* lse_log2;  // lse * log2(e); +inf for rows without a key and past the end: their probabilities are 0
+  float* delta;     // rowsum(dout * out) - dlse; 0 past the end
+  float* dq_sums;   // only "backward": dq / scale in fp32, see kernels/backward/finish.h
+  // Of dq_sums, which the kernel zeroes itself (kernels/backward/keys/zero.h): the next piece, and for each key head of
+  // each batch (of a packed one, each key head) how many of its pieces are zero. All 0 before the kernel.
+  int32_t* zeroing;
   int32_t* counter;  // as in ForwardParams
   // Of the tiles that the order cuts: dk / scale and dv of each part in fp32, [slot][part][warpgroup 2]
   // [(head_dim + head_dim_v of the kernel) / 8][thread 128][4], and [slot][warpgroup 2], zero before the kernel, how
@@ -130,8 +133,8 @@ struct BackwardParams {
   // 0, or softmax_scale / softcap: scores in units of the cap are t = tanh(cap_scale * q.k), and dS is times 1 - t^2.
   float cap_scale;
 
-  // Of the kernels before and after: "backward_prepare" fills lse_log2 and delta and zeroes `cleared` (dq_sums, and the
-  // counters of the kernels that follow), "backward_finish" turns dq_sums into dq.
+  // Of the kernels before and after: "backward_prepare" fills lse_log2 and delta and zeroes `cleared` (the counters of
+  // the kernels that follow), "backward_finish" turns dq_sums into dq.
   StridedTensor out, dout, dq, dk, dv;  // dk and dv for the gaps of a packed batch
   PackedGaps query_gaps, key_gaps;      // rows of dq, and of dk and dv, that "backward_prepare" fills
   float const* lse;                     // (batch, heads, seqlen_q) or (heads, total_q), with these strides

@@ -1,4 +1,4 @@
-// Before the main kernels of a backward pass: the statistics of every row, and zeros where they will add.
+// Before the main kernels of a backward pass: the statistics of every row, and zeros in their counters.
 //   lse_log2 = lse * log2(e) ; delta = rowsum(dout * out) - dlse
 // A row without a key (lse = -inf) and the entries past a sequence's end get lse_log2 = +inf, so that their
 // probabilities are 0, and delta = 0, whatever dout and dlse hold there. (With a sink a row without a key has a finite
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
 }
 
-// The grid follows from the work: a thread for each entry of the statistics, and at most 16 stores of zeros a thread.
+// The grid follows from the work: a thread for each entry of the statistics, or for 16 stores of zeros.
 template <class Element>
 void launch_backward_prepare(BackwardParams const& params, int /*grid*/, cudaStream_t stream) {
   bool const packed = params.packed.sequences != nullptr;

@@ -16,12 +16,18 @@ inline void check_cuda_call(cudaError_t status, char const* what) {
   }
 }
 
-// Dynamic shared memory starts 16-byte aligned; swizzled tiles need 1024. An offset to the array, not a cast of an
-// integer: the compiler then knows that what is found through it lies in shared memory.
+// Where dynamic shared memory starts: behind the KB that the system keeps for itself, aligned as swizzled tiles need
+// it. As a number that the compiler knows it makes constants of WGMMA descriptors and barrier addresses, which else
+// take uniform registers and moves in the loops.
+constexpr uint32_t kSharedStart = 1024;
+
+// In a kernel without static shared memory.
 template <class Storage>
 __device__ __forceinline__ Storage& shared_storage() {
   extern __shared__ uint8_t raw[];
-  return *reinterpret_cast<Storage*>(raw + (-cute::cast_smem_ptr_to_uint(raw) & 1023));
+  static_assert(alignof(Storage) <= kSharedStart);
+  if (cute::cast_smem_ptr_to_uint(raw) != kSharedStart) __trap();
+  return *static_cast<Storage*>(__cvta_shared_to_generic(kSharedStart));
 }
 
 // Kernels of one call follow each other without a gap (programmatic dependent launch): the next one's CTAs start where
@@ -50,7 +56,7 @@ void launch_overlapping(void (*kernel)(Params), Params const& params, dim3 grid,
 template <class Storage, int kLimit, class Params>
 void launch_persistent(void (*kernel)(Params), Params const& params, int grid, int threads, bool overlaps,
                        cudaStream_t stream) {
-  constexpr int kShared = sizeof(Storage) + 1024;
+  constexpr int kShared = sizeof(Storage);
   static_assert(kShared <= kLimit, "shared memory of an SM");
   check_cuda_call(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
                   "shared memory of a kernel");

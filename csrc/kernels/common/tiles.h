@@ -38,27 +38,108 @@ __device__ __forceinline__ Sequence sequence_at(Sequence const* sequences, int b
   return {s.x, s.y, s.z, s.w};
 }
 
-// The CTA's tile number `step`, with its sequence; block -1 if there is none. All lanes of a warp call it together.
+// What a TileFinder knows of a packed batch, in shared memory: registers of producers are scarce.
+struct FoundTiles {
+  static constexpr int kMost = 16;
+  Tile tile[kMost];
+  int32_t count;
+  int32_t position, taken_to;  // positions [position, taken_to) are this CTA's, their tiles not found yet
+  int32_t at_once;             // how many positions to take next
+};
+
+// Finds the tiles of a CTA one after the other. All lanes of a warp hold it and call it together.
+//
+// In a packed batch a position of the order becomes a tile by a search and loads that wait for each other, about as
+// long as a tile of a few hundred tokens takes. So where sequences are short a CTA takes several positions at once and
+// each lane finds the tile of one.
 template <bool kHoldsKeys, class Params>
-__device__ __forceinline__ Tile next_tile(Params const& params, int step) {
-  int64_t const position = next_position(params.counter, step);
-  int const group = params.heads_per_kv_head;
-  int const heads = kHoldsKeys ? params.heads / group : params.heads;
-  PackedOrder const& packed = params.packed;
-  if (packed.sequences == nullptr) {
-    Tile tile = tile_at(params.order, heads, position);
-    tile.sequence = {0, params.seqlen_q, 0, params.seqlen_k};
-    return tile;
+struct TileFinder {
+  static constexpr int kTokensAtOnce = 2048;  // that the tiles of the positions walk, about
+  static constexpr int kShareOfTheRest = 4;   // ... but no more than this part of the CTA's share of what is left
+
+  Params const& params;
+  FoundTiles& found;
+  int step = 0;  // dense: so far; packed: of the tiles found
+
+  __device__ __forceinline__ TileFinder(Params const& p, FoundTiles& f) : params(p), found(f) {
+    found.count = found.position = found.taken_to = 0;
+    found.at_once = 1;
+    __syncwarp();
   }
-  if (position >= int64_t(__ldcg(packed.first_block + packed.batch)) * heads) return {-1, 0, 0, -1, 0, {}};
-  int const place = last_at_or_below(packed.first_block, packed.batch, int(position / heads));
-  int const first = __ldcg(packed.first_block + place), next = __ldcg(packed.first_block + place + 1);
-  int const batch = __ldcg(packed.longest_first + place);
-  Sequence const sequence = sequence_at(packed.sequences, batch);
-  int const tokens = kHoldsKeys ? sequence.q_length * group : sequence.k_length;
-  return tile_in_sequence(packed, batch, sequence, next - first, heads, kHoldsKeys ? 1 : group, tokens,
-                          int(position - int64_t(first) * heads));
-}
+
+  __device__ __forceinline__ int heads() const {
+    return kHoldsKeys ? params.heads / params.heads_per_kv_head : params.heads;
+  }
+
+  // With its sequence; block -1 if there is none.
+  __device__ __forceinline__ Tile next() {
+    if (params.packed.sequences == nullptr) {
+      Tile tile = tile_at(params.order, heads(), next_position(params.counter, step++));
+      tile.sequence = {0, params.seqlen_q, 0, params.seqlen_k};
+      return tile;
+    }
+    if (step == found.count) {
+      find();
+      step = 0;
+    }
+    return found.tile[step++];
+  }
+
+  __device__ __forceinline__ void find() {
+    PackedOrder const& packed = params.packed;
+    int const lane = threadIdx.x % 32;
+    int const heads = this->heads(), blocks = __ldcg(packed.first_block + packed.batch);
+    int position = found.position, taken_to = found.taken_to;
+    if (position == taken_to) {
+      int const at_once = found.at_once;
+      int first = 0;
+      if (lane == 0) first = atomicAdd(params.counter, at_once);
+      position = __shfl_sync(0xffffffffu, first, 0);
+      taken_to = position + at_once;
+    }
+    __syncwarp();  // every lane has read the last tile, and the above
+    int const block = (position + lane) / heads, first_block = position / heads;
+    if (lane == 0) {  // now, not at the end: no register holds them meanwhile
+      int const left = (blocks - first_block) * heads / (kShareOfTheRest * int(gridDim.x));
+      found.at_once = max_int(1, min_int(FoundTiles::kMost, left));
+      found.taken_to = taken_to;
+    }
+    if (first_block >= blocks) {
+      found.tile[0].block = -1;
+      found.count = 1;
+      __syncwarp();
+      return;
+    }
+    // The place of the first position by a search, those of the others among the 31 places after it.
+    int const place = last_at_or_below(packed.first_block, packed.batch, first_block);
+    int const begin_here = __ldcg(packed.first_block + min_int(place + lane, packed.batch));
+    int offset = 0;
+#pragma unroll
+    for (int stride = 16; stride > 0; stride /= 2) {
+      int const begin = __shfl_sync(0xffffffffu, begin_here, offset + stride);
+      if (begin <= block) offset += stride;
+    }
+    int const begin = __shfl_sync(0xffffffffu, begin_here, offset);
+    int const end = __shfl_sync(0xffffffffu, begin_here, min_int(offset + 1, 31));
+    bool const known = lane < min_int(FoundTiles::kMost, taken_to - position) && block < blocks && offset < 31;
+    int tokens = 1;
+    if (known) {
+      int const batch = __ldcg(packed.longest_first + place + offset);
+      Sequence const sequence = sequence_at(packed.sequences, batch);
+      int const group = params.heads_per_kv_head;
+      tokens = max_int(1, kHoldsKeys ? sequence.q_length * group : sequence.k_length);
+      found.tile[lane] = tile_in_sequence(packed, batch, sequence, end - begin, heads, kHoldsKeys ? 1 : group, tokens,
+                                          position + lane - begin * heads);
+    }
+    int const count = __popc(__ballot_sync(0xffffffffu, known));  // the first lanes: places never decrease
+    if (lane == 0) {
+      found.at_once = max_int(1, min_int(found.at_once, kTokensAtOnce / tokens));
+      found.count = count;
+      found.position = position + count;
+    }
+    __syncwarp();
+  }
+};
 
 // The tile of lane 0, known to be uniform: loops, stages and WGMMA descriptors that come from it live in uniform
 // registers.
@@ -96,10 +177,12 @@ struct TileSlots {
   cutlass::arch::ClusterBarrier full[kSlots];
   cutlass::arch::ClusterBarrier empty[kSlots];
   Tile tile[kSlots];
+  FoundTiles found;  // of the producer
 
-  __device__ __forceinline__ void init(int consumer_warps) {
+  // Of the producer, `givers` lanes arrive.
+  __device__ __forceinline__ void init(int consumer_warps, int givers = 1) {
     for (int i = 0; i < kSlots; ++i) {
-      full[i].init(1);
+      full[i].init(givers);
       empty[i].init(consumer_warps);
     }
   }

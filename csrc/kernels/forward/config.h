@@ -43,7 +43,7 @@ struct ForwardConfig {
   static constexpr int kValueBytes = kBlockN * kHeadDimV * 2;
   static constexpr int kRingBytes = kKeyStages * kKeyBytes + kValueStages * kValueBytes;
   static constexpr int kSharedLimit = 232448;
-  static constexpr int kControlBytes = 2048;  // barriers, tile slots, alignment
+  static constexpr int kControlBytes = 2048;  // barriers, tiles
 
   // O leaves over the rows of Q that the warpgroup has done with. Where two buffers of Q fit, the next tile's Q is
   // there before this tile ends. Where only one fits, O leaves through what is left, if that holds a fraction of its
@@ -103,7 +103,8 @@ struct ForwardWalk {
 // - key_full[s]: producer and TMA bytes -> all consumers read K of stage s
 // - key_empty[s]: each consumer warp, after Q K^T -> producer overwrites stage s
 // - value_full[s], value_empty[s]: the same for V and P V
-// - tiles: see TileSlots; the walks of a tile go with it
+// - nearly_loaded: the warp that loads K and V, a few blocks before the end of a tile -> the next tile is looked for
+// - tiles: see TileSlots; walks and rows go with a tile
 // Named barriers: w, the 128 threads of warpgroup w have O in shared memory; kWarpgroups + w, the turn of w
 // (consumer.h).
 
@@ -124,8 +125,10 @@ struct ForwardStorage {
   Barrier key_empty[Config::kKeyStages];
   TransactionBarrier value_full[Config::kValueStages];
   Barrier value_empty[Config::kValueStages];
+  Barrier nearly_loaded;
   TileSlots tiles;
   ForwardWalk walks[TileSlots::kSlots][Config::kWarpgroups];
+  int32_t rows[TileSlots::kSlots][Config::kWarpgroups];  // which 64 rows of the tile are a warpgroup's own
 };
 
 }  // namespace flash_attn3

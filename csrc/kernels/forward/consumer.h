@@ -60,9 +60,9 @@ struct Consumer {
     value_state.advance();
   }
 
-  // The warpgroup's first row.
-  __device__ __forceinline__ int row_of(Tile const& tile) const {
-    return tile.block * Config::kBlockM + warpgroup * kRowsPerWarpgroup;
+  // The warpgroup's first row, of its `rows` of the tile.
+  __device__ __forceinline__ int row_of(Tile const& tile, int rows) const {
+    return tile.block * Config::kBlockM + rows * kRowsPerWarpgroup;
   }
   __device__ __forceinline__ int query_buffer() const { return tiles % Config::kQueryBuffers; }
 
@@ -117,7 +117,7 @@ struct Consumer {
     release_unread(walk.above);
     auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kConsumer, tiles);
     storage.query_full[query.stage][warpgroup].wait(query.phase);
-    if (row_of(tile) >= tile.sequence.q_length) {
+    if (row_of(tile, storage.rows[slot()][warpgroup]) >= tile.sequence.q_length) {
       if constexpr (Config::kOutputOverQuery) {
         release_left_queries();
         cutlass::arch::NamedBarrier::sync(128, warpgroup);  // all have passed the wait above
@@ -146,7 +146,7 @@ struct Consumer {
 
   // Turn barrier w: warpgroup w waits, its predecessor arrives. One token goes round for the life of the CTA: the last
   // pass of a tile is what warpgroup 0 takes in the next one, so nobody can pass twice before the other has taken. In
-  // which blocks, and why that cannot end in a deadlock: Producer::give_walks.
+  // which blocks, and why that cannot end in a deadlock: TileGiver::give_walks.
   static __device__ __forceinline__ uint32_t turn_barrier(int warpgroup) { return Config::kWarpgroups + warpgroup; }
 
   __device__ __forceinline__ void attend(ForwardWalk const& walk, OnlineSoftmax<Element>& softmax,
@@ -296,7 +296,7 @@ struct Consumer {
     int const place = slot();
     Tile const& tile = storage.tiles.tile[place];
     int const i = opaque(thread);
-    int const first_row = row_of(tile) + i / 32 * 16 + i % 32 / 4;
+    int const first_row = row_of(tile, storage.rows[place][warpgroup]) + i / 32 * 16 + i % 32 / 4;
     int const first_column = block * kBlockN + i % 4 * 2;
     int begin[2], end[2];
 #pragma unroll
@@ -321,8 +321,9 @@ struct Consumer {
   __device__ __forceinline__ void store(OnlineSoftmax<Element>& softmax, float (&o)[kOutputs]) {
     using namespace cute;
     int const lane = thread % 32, warp = thread / 32;
-    Tile const tile = storage.tiles.tile[slot()];
-    int const row = row_of(tile);
+    int const place = slot();
+    Tile const tile = storage.tiles.tile[place];
+    int const row = row_of(tile, storage.rows[place][warpgroup]);
     float inverse[2], lse[2];
     // Opaque, or ptxas gives the sink a register for the whole tile.
     float sink = __int_as_float(opaque(__float_as_int(-INFINITY)));

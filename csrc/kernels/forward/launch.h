@@ -1,5 +1,5 @@
-// The forward kernel and its launch. Persistent: a grid of at most one CTA an SM walks the tiles of the order. Three
-// warps of the producer warpgroup have nothing to load; they fill the rows of a packed batch that no sequence computes.
+// The forward kernel and its launch. Persistent: a grid of at most one CTA an SM walks the tiles of the order. The last
+// warp of the producer warpgroup fills the rows of a packed batch that no sequence computes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,9 +17,7 @@ namespace flash_attn3 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_constant__ ForwardParams const params) {
   using Storage = ForwardStorage<Config>;
-  // Through one number that is known to be aligned: a base and an offset take two registers in the hot loop.
-  uint32_t const start = cute::cast_smem_ptr_to_uint(&shared_storage<Storage>()) & ~1023u;
-  auto& storage = *static_cast<Storage*>(__cvta_shared_to_generic(start));
+  auto& storage = shared_storage<Storage>();
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   if (threadIdx.x == 0) {
     for (int b = 0; b < Config::kQueryBuffers; ++b) {
@@ -36,7 +34,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
       storage.value_full[s].init(1);
       storage.value_empty[s].init(kConsumerWarps);
     }
-    storage.tiles.init(kConsumerWarps);
+    storage.nearly_loaded.init(1);
+    storage.tiles.init(kConsumerWarps + 2, 1 + Config::kWarpgroups);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -47,10 +46,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
   if (warpgroup == Config::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+    bool const elected = cute::elect_one_sync() != 0;
     if (warp == 0) {
-      Producer<Config>{params, storage, cute::elect_one_sync() != 0}.run();
+      TileGiver<Config>{params, storage, elected}.run();
+    } else if (warp == 1) {
+      KeyLoader<Config>{params, storage, elected}.run();
+    } else if (warp == 2) {
+      QueryLoader<Config>{params, storage, elected}.run();
     } else if (params.gaps.gaps != nullptr) {
-      int const thread = (blockIdx.x * 3 + warp - 1) * 32 + threadIdx.x % 32, threads = gridDim.x * 96;
+      int const thread = blockIdx.x * 32 + threadIdx.x % 32, threads = gridDim.x * 32;
       fill_gaps<typename Config::Element>(params.gaps, params.out, params.heads, params.head_dim_v, thread, threads);
       fill_lse_gaps(params.gaps, params.lse, params.lse_stride_head, params.heads, thread, threads);
     }

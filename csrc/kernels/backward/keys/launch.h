@@ -8,6 +8,7 @@
 #include "kernels/backward/keys/config.h"
 #include "kernels/backward/keys/consumer.h"
 #include "kernels/backward/keys/producer.h"
+#include "kernels/backward/keys/zero.h"
 #include "kernels/common/launch.h"
 
 namespace flash_attn3 {
@@ -15,9 +16,7 @@ namespace flash_attn3 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_keys_kernel(__grid_constant__ BackwardParams const params) {
-  // Through one number that is known to be aligned: a base and an offset take two registers in the loop.
-  uint32_t const start = cute::cast_smem_ptr_to_uint(&shared_storage<KeysStorage<Config>>()) & ~1023u;
-  auto& storage = *static_cast<KeysStorage<Config>*>(__cvta_shared_to_generic(start));
+  auto& storage = shared_storage<KeysStorage<Config>>();
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   if (threadIdx.x == 0) {
     storage.key_full.init(1);
@@ -49,6 +48,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0) {
       KeysProducer<Config>(params, storage, cute::elect_one_sync() != 0).run();
+    } else if constexpr (Config::kFused) {
+      SumsZeroing<Config>{params}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

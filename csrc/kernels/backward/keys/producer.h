@@ -3,6 +3,7 @@
 
 #include "kernels/backward/keys/config.h"
 #include "kernels/backward/keys/tile.h"
+#include "kernels/backward/keys/zero.h"
 
 namespace flash_attn3 {
 
@@ -34,6 +35,7 @@ struct KeysProducer : TileProducer<Config, KeysStorage<Config>> {
       int const head = tile.head * params.heads_per_kv_head + at.head;
       load_queries(tile, head, at.block);
       if (i == steps.begin) {
+        if constexpr (Config::kFused) SumsZeroing<Config>{params}.wait_for(tile);
         storage.value_empty.wait(tile_phase);
         this->template load_keys<Config::kHeadDimV>(params.map_v, storage.value_full, storage.v, tile);
       }

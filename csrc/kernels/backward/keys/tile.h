@@ -75,8 +75,9 @@ struct TileProducer {
 
   template <class Load>
   __device__ __forceinline__ void for_each_tile(Load load) const {
+    TileFinder<true, BackwardParams> finder(params, storage.tiles.found);
     for (int tiles = 0;; ++tiles) {
-      Tile const tile = next_tile<true>(params, tiles);
+      Tile const tile = finder.next();
       storage.tiles.give(tile, tiles, elected);
       if (tile.block < 0) return;
       load(tile);

@@ -23,8 +23,9 @@ struct QueriesKeyProducer {
   PipelineState<Config::kValueSlots> value_state{Role::kProducer};
 
   __device__ __forceinline__ void run() {
+    TileFinder<false, BackwardParams> finder(params, storage.tiles.found);
     for (int tiles = 0;; ++tiles) {
-      Tile const tile = next_tile<false>(params, tiles);
+      Tile const tile = finder.next();
       storage.tiles.give(tile, tiles, elected);
       if (tile.block < 0) return;
       load(tile);
