@@ -172,8 +172,9 @@ __device__ __forceinline__ TmaRows key_rows(Params const& params, Tile const& ti
 // Tiles on their way from the producer to the consumers, in shared memory.
 // - full[i]: producer -> all consumers read the tile in slot i
 // - empty[i]: each consumer warp, when it needs to look no more -> producer overwrites slot i
+template <int kSlots_>
 struct TileSlots {
-  static constexpr int kSlots = 2;
+  static constexpr int kSlots = kSlots_;
   cutlass::arch::ClusterBarrier full[kSlots];
   cutlass::arch::ClusterBarrier empty[kSlots];
   Tile tile[kSlots];

@@ -97,7 +97,8 @@ struct ForwardWalk {
 };
 
 // Barriers in shared memory: who arrives -> who waits, and what the waiter may then do.
-// - query_full[b][w]: producer and TMA bytes -> warpgroup w reads its 64 rows of Q in buffer b
+// - query_full[b][w]: producer and TMA bytes -> warpgroup w reads its 64 rows of Q in buffer b; a use for each tile in
+//   which w has rows
 // - query_empty[b][w]: one thread of w, when O has left these rows, or each warp of w after its last Q K^T if O leaves
 //   elsewhere -> producer overwrites them
 // - key_full[s]: producer and TMA bytes -> all consumers read K of stage s
@@ -126,9 +127,11 @@ struct ForwardStorage {
   TransactionBarrier value_full[Config::kValueStages];
   Barrier value_empty[Config::kValueStages];
   Barrier nearly_loaded;
-  TileSlots tiles;
-  ForwardWalk walks[TileSlots::kSlots][Config::kWarpgroups];
-  int32_t rows[TileSlots::kSlots][Config::kWarpgroups];  // which 64 rows of the tile are a warpgroup's own
+  // Short sequences have tiles in which not all warpgroups have rows: with as many on their way, all are busy.
+  static constexpr int kSlots = 4;
+  TileSlots<kSlots> tiles;
+  ForwardWalk walks[kSlots][Config::kWarpgroups];
+  int32_t rows[kSlots][Config::kWarpgroups];  // which 64 rows of the tile are a warpgroup's own
 };
 
 }  // namespace flash_attn3

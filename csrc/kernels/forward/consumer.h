@@ -34,7 +34,8 @@ struct Consumer {
   int const thread;  // in the warpgroup
   PipelineState<Config::kKeyStages> key_state{Role::kConsumer};
   PipelineState<Config::kValueStages> value_state{Role::kConsumer};
-  int tiles = 0;                // so far: every tile has one slot and one buffer of Q
+  int tiles = 0;                // so far, each with a slot
+  int queries = 0;              // those of them in which the warpgroup has rows, each with a buffer of Q
   bool output_leaving = false;  // O of the tile before may still be read from its buffer
 
   __device__ __forceinline__ Consumer(ForwardParams const& p, Storage& s, int wg)
@@ -64,13 +65,13 @@ struct Consumer {
   __device__ __forceinline__ int row_of(Tile const& tile, int rows) const {
     return tile.block * Config::kBlockM + rows * kRowsPerWarpgroup;
   }
-  __device__ __forceinline__ int query_buffer() const { return tiles % Config::kQueryBuffers; }
+  __device__ __forceinline__ int query_buffer() const { return queries % Config::kQueryBuffers; }
 
   // O over Q: gives back the buffer from which O of the tile before leaves, once it has been read.
   __device__ __forceinline__ void release_left_queries() {
     if (output_leaving && thread == 0) {
       cute::tma_store_wait<0>();
-      storage.query_empty[(opaque(tiles) + 1) % Config::kQueryBuffers][warpgroup].arrive();
+      storage.query_empty[(opaque(queries) + 1) % Config::kQueryBuffers][warpgroup].arrive();
     }
     output_leaving = false;
   }
@@ -84,7 +85,7 @@ struct Consumer {
   // kept in registers through it.
   __device__ __forceinline__ int slot() const {
     compiler_fence();
-    return opaque(tiles) % TileSlots::kSlots;
+    return opaque(tiles) % Storage::kSlots;
   }
 
   // Known to be uniform, as the tile.
@@ -115,20 +116,13 @@ struct Consumer {
   __device__ __forceinline__ void process(Tile const& tile) {
     ForwardWalk const walk = look_at_walk();
     release_unread(walk.above);
-    auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kConsumer, tiles);
-    storage.query_full[query.stage][warpgroup].wait(query.phase);
     if (row_of(tile, storage.rows[slot()][warpgroup]) >= tile.sequence.q_length) {
-      if constexpr (Config::kOutputOverQuery) {
-        release_left_queries();
-        cutlass::arch::NamedBarrier::sync(128, warpgroup);  // all have passed the wait above
-        if (thread == 0) storage.query_empty[query.stage][warpgroup].arrive();
-      } else {
-        release_read_queries();
-      }
       storage.tiles.release(tiles);
       return;
     }
 
+    auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kConsumer, queries);
+    storage.query_full[query.stage][warpgroup].wait(query.phase);
     float o[kOutputs];
     OnlineSoftmax<Element> softmax(params.scale_log2);
     if (walk.keys.begin < walk.keys.end) {
@@ -139,6 +133,7 @@ struct Consumer {
       for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
     }
     store(softmax, o);
+    ++queries;
     int const below = look_at_walk().below;
     storage.tiles.release(tiles);
     release_unread(below);
@@ -345,7 +340,7 @@ struct Consumer {
     int const stsm_row = warp * 16 + lane % 16;
     int const swizzle = kUnits == 8 ? stsm_row % 8 : stsm_row / 2 % 4;
     Element* const buffer =
-        Config::kOutputOverQuery ? storage.q[opaque(tiles) % Config::kQueryBuffers][warpgroup] : storage.o[warpgroup];
+        Config::kOutputOverQuery ? storage.q[opaque(queries) % Config::kQueryBuffers][warpgroup] : storage.o[warpgroup];
     uint128_t* const row_units = reinterpret_cast<uint128_t*>(buffer) + stsm_row * kUnits;
 #pragma unroll
     for (int first = 0; first < Config::kHeadDimV; first += kColumns) {

@@ -19,14 +19,22 @@ struct TileGiver {
   __device__ __forceinline__ void run() const {
     TileFinder<false, ForwardParams> finder(params, storage.tiles.found);
     for (int tiles = 0;; ++tiles) {
-      // Not as early as there is a slot: a tile that a CTA takes ahead is one that no idle CTA can take.
-      auto const before = PipelineState<1>::at(Role::kProducer, tiles);
-      storage.nearly_loaded.wait(before.phase);
+      wait_until_due(tiles);
       Tile const tile = broadcast(finder.next());
       give_walks(tile, tiles);
       storage.tiles.give(tile, tiles, elected);
       if (tile.block < 0) return;
     }
+  }
+
+  // Tile number `count` is not looked for as early as there is a slot: one that a CTA takes ahead is one that no idle
+  // CTA can take. Of a dense batch with a counter not before the last but one is done; tiles of a packed batch may be
+  // short.
+  __device__ __forceinline__ void wait_until_due(int count) const {
+    storage.nearly_loaded.wait(PipelineState<1>::at(Role::kProducer, count).phase);
+    if (params.counter == nullptr || params.packed.sequences != nullptr || count < 2) return;
+    auto const done = PipelineState<ForwardStorage<Config>::kSlots>::at(Role::kConsumer, count - 2);
+    storage.tiles.empty[done.stage].wait(done.phase);
   }
 
   // Writes the walks of tile number `count`, before it is given. A lane works for the rows of a warpgroup, the next one
@@ -58,7 +66,7 @@ struct TileGiver {
     bool const turns = active > 1 && whole.unmasked_begin + kLeastTurns <= turns_end;
     int const rotation = turns ? 0 : count % kWhole;
 
-    auto const slot = PipelineState<TileSlots::kSlots>::at(Role::kProducer, count);
+    auto const slot = PipelineState<ForwardStorage<Config>::kSlots>::at(Role::kProducer, count);
     wait_and_read(storage.tiles.empty[slot.stage], slot.phase);
     if (lane < kWhole) {
       if (keys.begin == keys.end) keys.begin = keys.end = whole.begin;
@@ -89,7 +97,7 @@ struct KeyLoader {
     for (int tiles = 0;; ++tiles) {
       Tile const tile = storage.tiles.look(tiles);
       if (tile.block < 0) return;
-      ForwardWalk const& walk = storage.walks[tiles % TileSlots::kSlots][0];
+      ForwardWalk const& walk = storage.walks[tiles % storage.kSlots][0];
       int begin = 0, end = 0;  // of the whole tile
       if (threadIdx.x % 32 == 0) begin = walk.keys.begin - walk.below, end = walk.keys.end + walk.above;
       begin = __shfl_sync(0xffffffffu, begin, 0);
@@ -141,8 +149,9 @@ struct QueryLoader {
   ForwardParams const& params;
   ForwardStorage<Config>& storage;
   bool const elected;
+  int uses[Config::kWarpgroups] = {};  // of each warpgroup's buffers
 
-  __device__ __forceinline__ void run() const {
+  __device__ __forceinline__ void run() {
     for (int tiles = 0;; ++tiles) {
       Tile const tile = storage.tiles.look(tiles);
       if (tile.block < 0) return;
@@ -152,22 +161,20 @@ struct QueryLoader {
   }
 
   // Past the last row there is nothing to load; of a box without rows TMA would touch what lies before a packed tensor.
-  __device__ __forceinline__ void load(Tile const& tile, int tiles) const {
-    auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kProducer, tiles);
-#pragma unroll 1
+  __device__ __forceinline__ void load(Tile const& tile, int tiles) {
+#pragma unroll
     for (int w = 0; w < Config::kWarpgroups; ++w) {
-      int const rows = storage.rows[tiles % TileSlots::kSlots][w];
+      int const rows = storage.rows[tiles % storage.kSlots][w];
       int const row = tile.block * Config::kBlockM + rows * kRowsPerWarpgroup;
-      auto& full = storage.query_full[query.stage][w];
+      if (row >= tile.sequence.q_length) continue;
+      auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kProducer, uses[w]++);
       storage.query_empty[query.stage][w].wait(query.phase);
-      if (!elected) continue;
-      if (row < tile.sequence.q_length) {
+      if (elected) {
+        auto& full = storage.query_full[query.stage][w];
         full.arrive_and_expect_tx(Config::kQueryBytes);
         load_rows<Config::kChunk, Config::kHeadDim, kRowsPerWarpgroup>(
             params.map_q, full, cute::TMA::CacheHintSm90::EVICT_FIRST, storage.q[query.stage][w],
             query_rows(params, tile, row, kRowsPerWarpgroup), tile.head);
-      } else {
-        full.arrive();
       }
     }
   }

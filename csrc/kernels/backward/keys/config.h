@@ -98,7 +98,7 @@ struct KeysStorage {
   Barrier gradient_empty[Config::kGradientStages];
   Barrier score_full[Config::kScoreBuffers];
   Barrier score_empty[Config::kScoreBuffers];
-  TileSlots tiles;
+  TileSlots<2> tiles;
   int parts_before[Config::kWarpgroups];  // of a cut tile, that were done when the last one of this CTA was
 };
 

@@ -264,7 +264,7 @@ struct KeysConsumer : KeysOutput<Config> {
   // Scores of rows that do not see a key become -inf. Rows (columns of S^T) are compile-time numbers against the rows
   // that see the thread's key. The tile is read again from its slot: registers in the loop are scarce.
   __device__ __forceinline__ void mask(float (&s)[kScores], int tiles, int block) const {
-    Tile const tile = storage.tiles.tile[tiles % TileSlots::kSlots];
+    Tile const tile = storage.tiles.tile[tiles % storage.tiles.kSlots];
     int const key = tile.block * kBlockN + warpgroup * kRowsPerWarpgroup + thread / 32 * 16 + thread % 32 / 4;
     int const first_row = block * kBlockM + thread % 4 * 2;
     Span seen[2];

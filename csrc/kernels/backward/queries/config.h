@@ -111,7 +111,7 @@ struct QueriesStorage {
   Barrier key_empty[Config::kKeyStages];
   TransactionBarrier value_full[Config::kValueSlots];
   Barrier value_empty[Config::kValueSlots];
-  TileSlots tiles;
+  TileSlots<2> tiles;
 
   __device__ __forceinline__ void init() {
     constexpr int kWarps = 4;  // of a warpgroup

@@ -102,7 +102,7 @@ struct WideKeysStorage {
   TransactionBarrier block_full[Config::kBuffers];
   Barrier block_empty[Config::kBuffers];
   Barrier p_full[4], ds_full[4];
-  TileSlots tiles;
+  TileSlots<2> tiles;
 };
 
 }  // namespace flash_attn3

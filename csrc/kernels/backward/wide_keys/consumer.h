@@ -247,7 +247,7 @@ struct WideKeysScores : WideKeysConsumer<Config> {
 
   // Scores of rows that do not see a key become -inf.
   __device__ __forceinline__ void mask(float (&s)[kScores], int block, int tiles) const {
-    Tile const tile = storage.tiles.tile[tiles % TileSlots::kSlots];
+    Tile const tile = storage.tiles.tile[tiles % storage.tiles.kSlots];
     int const key = tile.block * Config::kBlockN + this->first_key();
     int const first_row = block * kBlockM + this->first_column();
     Span seen[2];
