@@ -77,6 +77,7 @@ class Case:
         self.collective = pick.random() < 0.5  # an MMA group starts when all warps have issued it
         self.ctas = pick.choice((1, 1, 2))
         self.dynamic, self.packed = pick.random() < 0.5, pick.random() < 0.5
+        self.capped = pick.random() < 0.2
         self.tiles = []  # (first row, queries, keys, left, right)
         for _ in range(pick.choice((1, 2, 4, 6))):
             queries, keys = pick.randint(1, self.warpgroups * ROWS), pick.choice((0, 1, 3, 8, 14))
@@ -397,7 +398,10 @@ class Consumer:
         masked_to, to, turns_end = keys.unmasked_end, walk.turns_begin, walk.turns_end
         last = to == keys.begin
         block -= 1
-        while True:
+        while self.case.capped and block >= keys.begin:
+            yield from self.multiply_both(tile, block, walk, False)
+            block -= 1
+        while not self.case.capped:
             while block >= masked_to:
                 yield from self.multiply_both(tile, block, walk, False)
                 block -= 1

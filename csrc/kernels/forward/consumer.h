@@ -158,38 +158,16 @@ struct Consumer {
     cute::warpgroup_wait<0>();
     fence(s);
     release_keys();
-    cap(s);
+    if (is_capped()) cap(s);
     if (block >= keys.unmasked_end || block < keys.unmasked_begin) mask(s, block);
     softmax.template exact<true>(s, p, o);
 
-    // Legs: down to `masked_to` with a mask, from there to `to` without one, in turns below `turns_end`. The first has
-    // the right edge and ends with the turns; the next ones have what is left of the unmasked blocks, and the left
-    // edge.
     int const first_pv = block - 1;  // before the step of this block O holds nothing
-    int masked_to = keys.unmasked_end, to = walk.turns_begin, turns_end = walk.turns_end;
-    bool last = to == keys.begin;
     --block;
-#pragma unroll 1
-    for (;;) {
-#pragma unroll 1
-      for (; block >= masked_to; --block) {
-        multiply_both(s, p, o, block < first_pv, false, false);
-        cap(s);
-        mask(s, block);
-        softmax.template exact<false>(s, p, o);
-      }
-#pragma unroll 1
-      for (; block >= to; --block) {
-        multiply_both(s, p, o, block < first_pv, block < turns_end, walk.last_in_turn);
-        cap(s);
-        softmax.unchecked_maximum(s, p, o);
-      }
-      if (last) break;
-      KeyRange const left = look_at_walk().keys;
-      last = block < left.unmasked_begin;
-      masked_to = last ? left.begin : block + 1;
-      to = last ? left.begin : left.unmasked_begin;
-      turns_end = 0;
+    if (is_capped()) {
+      attend_capped(s, p, o, softmax, block, first_pv);
+    } else {
+      attend_in_legs(walk, s, p, o, softmax, block, first_pv);
     }
     release_read_queries();
 
@@ -201,6 +179,50 @@ struct Consumer {
     cute::warpgroup_wait<0>();
     fence(o);
     release_values();
+  }
+
+  // The blocks below the first. Legs: down to `masked_to` with a mask, from there to `to` without one, in turns below
+  // `turns_end`. The first leg has the right edge and ends with the turns; the next ones have what is left of the
+  // unmasked blocks, and the left edge.
+  __device__ __forceinline__ void attend_in_legs(ForwardWalk const& walk, float (&s)[kScores],
+                                                 uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
+                                                 OnlineSoftmax<Element>& softmax, int& block, int first_pv) {
+    int masked_to = walk.keys.unmasked_end, to = walk.turns_begin, turns_end = walk.turns_end;
+    bool last = to == walk.keys.begin;
+#pragma unroll 1
+    for (;;) {
+#pragma unroll 1
+      for (; block >= masked_to; --block) {
+        multiply_both(s, p, o, block < first_pv, false, false);
+        mask(s, block);
+        softmax.template exact<false>(s, p, o);
+      }
+#pragma unroll 1
+      for (; block >= to; --block) {
+        multiply_both(s, p, o, block < first_pv, block < turns_end, walk.last_in_turn);
+        softmax.unchecked_maximum(s, p, o);
+      }
+      if (last) break;
+      KeyRange const left = look_at_walk().keys;
+      last = block < left.unmasked_begin;
+      masked_to = last ? left.begin : block + 1;
+      to = last ? left.begin : left.unmasked_begin;
+      turns_end = 0;
+    }
+  }
+
+  // The same with softcap, in one loop without turns: its code in the other loops, though jumped over, made them twice
+  // as long and short sequences up to 9 % slower.
+  __device__ __forceinline__ void attend_capped(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
+                                                OnlineSoftmax<Element>& softmax, int& block, int first_pv) {
+    KeyRange const keys = look_at_walk().keys;
+#pragma unroll 1
+    for (; block >= keys.begin; --block) {
+      multiply_both(s, p, o, block < first_pv, false, false);
+      cap(s);
+      if (block >= keys.unmasked_end || block < keys.unmasked_begin) mask(s, block);
+      softmax.template exact<false>(s, p, o);
+    }
   }
 
   // O += P V of the block before, S = Q K^T of this one. V is given back while Q K^T still runs.
@@ -278,12 +300,11 @@ struct Consumer {
   }
 
   // Softcap: scores in units of the cap. The hot loop branches over it.
-  __device__ __forceinline__ void cap(float (&s)[kScores]) {
-    if (__builtin_expect(params.cap_scale != 0.f, false)) {
+  __device__ __forceinline__ void cap(float (&s)[kScores]) const {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.cap_scale * s[i]);
-    }
+    for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.cap_scale * s[i]);
   }
+  __device__ __forceinline__ bool is_capped() const { return __builtin_expect(params.cap_scale != 0.f, false); }
 
   // Scores of keys that a row does not see become -inf. Columns are compile-time numbers against the limits of a row.
   // Left limits fall only into the blocks below those without a mask.
