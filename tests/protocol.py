@@ -230,3 +230,22 @@ class Scheduler:
                 self.agents.remove(chosen)
                 self.cumulative = []
         raise ProtocolError("livelock")
+
+
+def assert_all_right(run: Callable[[int], None], seeds: Iterable[int]) -> None:
+    """`run` is a model under the interleaving of a seed; it raises what it finds."""
+    for seed in seeds:
+        try:
+            run(seed)
+        except (ProtocolError, AssertionError) as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def assert_noticed(run: Callable[[int], None], seeds: int) -> None:
+    """The same for a model with a mistake, which one of the first `seeds` interleavings has to show."""
+    for seed in range(seeds):
+        try:
+            run(seed)
+        except (ProtocolError, AssertionError):
+            return
+    raise AssertionError(f"{seeds} runs do not notice the mistake")

@@ -21,6 +21,8 @@ from protocol import (
     ProtocolError,
     Region,
     Scheduler,
+    assert_all_right,
+    assert_noticed,
     bulk_load,
     bulk_store,
 )
@@ -492,18 +494,9 @@ def run(seed: int, mutation: str = "") -> None:
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_schedules(group):
-    for seed in range(group, SEEDS, GROUPS):
-        try:
-            run(seed)
-        except (ProtocolError, AssertionError) as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    assert_all_right(run, range(group, SEEDS, GROUPS))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(mutation):
-    for seed in range(MUTANT_SEEDS):
-        try:
-            run(seed, mutation)
-        except (ProtocolError, AssertionError):
-            return
-    pytest.fail(f"{MUTANT_SEEDS} runs do not notice: {mutation}")
+    assert_noticed(lambda seed: run(seed, mutation), MUTANT_SEEDS)
