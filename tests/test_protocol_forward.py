@@ -1,7 +1,7 @@
 """Barriers of the forward kernel, without a GPU: a model of csrc/kernels/forward under random schedules.
 
 The model mirrors producer.h and consumer.h by hand, under the same names; who changes the order of waits and arrivals
-there changes this file too. Each run is a random problem (lengths, causal, window or no mask), a random kernel
+there changes this file too. Each run is a random problem (lengths, causal, window or no mask, softcap or not), a random kernel
 (warpgroups, stages, buffers of Q, where O leaves) and a random order of events; what is stored in the end is compared
 with the blocks that every row block needs. The same runs must fail when one wait, fence or arrival is taken out or
 moved (MUTATIONS). A tag (tile, block) stands for K or V of a block, (tile, rows) for Q of 64 rows.
@@ -212,7 +212,7 @@ class Cta:
             if case.dynamic:
                 position, self.device.counter = self.device.counter, self.device.counter + 1
             tile = position if position < len(case.tiles) else None
-            walks = [] if tile is None else case.walks(tile, tiles, self.mutated(MUTATIONS[-1]))
+            walks = [] if tile is None else case.walks(tile, tiles, self.mutated("turns wherever a warpgroup has no mask"))
             yield self.wait(self.tile_empty[tiles % SLOTS], tiles // SLOTS - 1)
             self.slots[tiles % SLOTS] = (tile, walks)
             for _ in range(1 + case.warpgroups):
