@@ -1,10 +1,10 @@
 """Barriers of the forward kernel, without a GPU: a model of csrc/kernels/forward under random schedules.
 
 The model mirrors producer.h and consumer.h by hand, under the same names; who changes the order of waits and arrivals
-there changes this file too. Each run is a random problem (lengths, causal, window or no mask, softcap or not), a random kernel
-(warpgroups, stages, buffers of Q, where O leaves) and a random order of events; what is stored in the end is compared
-with the blocks that every row block needs. The same runs must fail when one wait, fence or arrival is taken out or
-moved (MUTATIONS). A tag (tile, block) stands for K or V of a block, (tile, rows) for Q of 64 rows.
+there changes this file too. Each run is a random problem (lengths, causal, window or no mask, softcap or not), a random
+kernel (warpgroups, stages, buffers of Q, where O leaves) and a random order of events; what is stored in the end is
+compared with the blocks that every row block needs. The same runs must fail when one wait, fence or arrival is taken
+out or moved (MUTATIONS). A tag (tile, block) stands for K or V of a block, (tile, rows) for Q of 64 rows.
 """
 
 import random
@@ -110,7 +110,7 @@ class Case:
     def active(self, tile: int) -> int:
         return -(-(self.tiles[tile][1] - self.tiles[tile][0]) // ROWS)
 
-    def walks(self, tile: int, count: int, mutated: bool) -> list[Walk]:
+    def walks(self, tile: int, count: int, too_many_turns: bool) -> list[Walk]:
         """TileGiver::give_walks."""
         first = self.tiles[tile][0]
         whole = self.key_range(tile, first, first + self.warpgroups * ROWS)
@@ -123,7 +123,7 @@ class Case:
             if keys.begin == keys.end:
                 keys = keys._replace(begin=whole.begin, end=whole.begin)
             begin, end = (whole.unmasked_begin, turns_end) if turns else (keys.unmasked_begin, 0)
-            if mutated and turns:
+            if too_many_turns and turns:
                 begin, end = keys.unmasked_begin, keys.unmasked_end
             result[(rows + rotation) % self.warpgroups] = Walk(
                 keys, whole.end - keys.end, keys.begin - whole.begin, begin, end, rows == self.active(tile) - 1, rows
@@ -212,7 +212,8 @@ class Cta:
             if case.dynamic:
                 position, self.device.counter = self.device.counter, self.device.counter + 1
             tile = position if position < len(case.tiles) else None
-            walks = [] if tile is None else case.walks(tile, tiles, self.mutated("turns wherever a warpgroup has no mask"))
+            too_many_turns = self.mutated("turns wherever a warpgroup has no mask")
+            walks = [] if tile is None else case.walks(tile, tiles, too_many_turns)
             yield self.wait(self.tile_empty[tiles % SLOTS], tiles // SLOTS - 1)
             self.slots[tiles % SLOTS] = (tile, walks)
             for _ in range(1 + case.warpgroups):
