@@ -192,19 +192,23 @@ struct TileSlots {
   __device__ __forceinline__ void give(Tile const& next, int count, bool elected) {
     auto const slot = PipelineState<kSlots>::at(Role::kProducer, count);
     wait_and_read(empty[slot.stage], slot.phase);
+    __syncwarp();  // every lane has passed the wait, whose phase may be over once the tile is given
     if (elected) {
       tile[slot.stage] = next;
       write_and_arrive(full[slot.stage]);
     }
   }
 
-  // Tile number `count`, by a consumer warp, which may look again until it releases it.
-  __device__ __forceinline__ Tile look(int count) {
+  // Until tile number `count` is there, by a consumer warp, which may look at it until it releases it.
+  __device__ __forceinline__ void wait(int count) {
     auto const slot = PipelineState<kSlots>::at(Role::kConsumer, count);
     wait_and_read(full[slot.stage], slot.phase);
+  }
+  __device__ __forceinline__ Tile look(int count) {
+    wait(count);
     Tile next{};
     __syncwarp();
-    if (threadIdx.x % 32 == 0) next = tile[slot.stage];
+    if (threadIdx.x % 32 == 0) next = tile[count % kSlots];
     return broadcast(next);
   }
   __device__ __forceinline__ void release(int count) {

@@ -88,12 +88,14 @@ struct ForwardConfig {
 };
 
 // How a warpgroup walks a tile.
-struct ForwardWalk {
+struct alignas(16) ForwardWalk {
   KeyRange keys;         // its own blocks
   int32_t above, below;  // how many more the tile has, which the warpgroup releases as they come
   // Blocks in which the warpgroups of the tile issue in turns; if there are none, keys.unmasked_begin and 0.
   int32_t turns_begin, turns_end;
-  bool last_in_turn;  // it passes the turn to warpgroup 0
+  int32_t last_in_turn;  // not 0: it passes the turn to warpgroup 0
+  int32_t first_row;     // of the warpgroup's own 64, or one of these
+  static constexpr int32_t kNoRows = -1, kNoTile = -2;
 };
 
 // Barriers in shared memory: who arrives -> who waits, and what the waiter may then do.
@@ -105,7 +107,7 @@ struct ForwardWalk {
 // - key_empty[s]: each consumer warp, after Q K^T -> producer overwrites stage s
 // - value_full[s], value_empty[s]: the same for V and P V
 // - nearly_loaded: the warp that loads K and V, a few blocks before the end of a tile -> the next tile is looked for
-// - tiles: see TileSlots; walks and rows go with a tile
+// - tiles: see TileSlots; walks go with a tile
 // Named barriers: w, the 128 threads of warpgroup w have O in shared memory; kWarpgroups + w, the turn of w
 // (consumer.h).
 
@@ -131,7 +133,6 @@ struct ForwardStorage {
   static constexpr int kSlots = 4;
   TileSlots<kSlots> tiles;
   ForwardWalk walks[kSlots][Config::kWarpgroups];
-  int32_t rows[kSlots][Config::kWarpgroups];  // which 64 rows of the tile are a warpgroup's own
 };
 
 }  // namespace flash_attn3

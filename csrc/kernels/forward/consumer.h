@@ -28,6 +28,11 @@ struct Consumer {
   static constexpr int kScores = kBlockN / 2;             // accumulators of S a thread
   static constexpr int kOutputs = Config::kHeadDimV / 2;  // accumulators of O a thread
 
+  // Keys that the two rows of a thread see, counted from its own first column of block 0.
+  struct SeenColumns {
+    int begin[2], end[2];
+  };
+
   ForwardParams const& params;
   Storage& storage;
   int const warpgroup;
@@ -44,9 +49,12 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     if (warpgroup == Config::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, turn_barrier(0));
     for (;; ++tiles) {
-      Tile const tile = storage.tiles.look(tiles);
-      if (tile.block < 0) break;
-      process(tile);
+      storage.tiles.wait(tiles);
+      ForwardWalk const walk = look_at_walk();
+      if (walk.first_row == ForwardWalk::kNoTile) break;
+      process(walk);
+      storage.tiles.release(tiles);
+      release_unread(walk.below);
     }
     if (thread == 0) cute::tma_store_wait<0>();  // the buffer of O lives as long as the CTA
   }
@@ -61,10 +69,6 @@ struct Consumer {
     value_state.advance();
   }
 
-  // The warpgroup's first row, of its `rows` of the tile.
-  __device__ __forceinline__ int row_of(Tile const& tile, int rows) const {
-    return tile.block * Config::kBlockM + rows * kRowsPerWarpgroup;
-  }
   __device__ __forceinline__ int query_buffer() const { return queries % Config::kQueryBuffers; }
 
   // O over Q: gives back the buffer from which O of the tile before leaves, once it has been read.
@@ -88,10 +92,9 @@ struct Consumer {
     return opaque(tiles) % Storage::kSlots;
   }
 
-  // Known to be uniform, as the tile.
+  // Known to be uniform: loops, stages and WGMMA descriptors that come from it live in uniform registers.
   __device__ __forceinline__ ForwardWalk look_at_walk() const {
-    ForwardWalk walk{};
-    if (threadIdx.x % 32 == 0) walk = storage.walks[slot()][warpgroup];
+    ForwardWalk const walk = storage.walks[slot()][warpgroup];
     auto of_lane_0 = [](int value) { return __shfl_sync(0xffffffffu, value, 0); };
     return {{of_lane_0(walk.keys.begin), of_lane_0(walk.keys.end), of_lane_0(walk.keys.unmasked_begin),
              of_lane_0(walk.keys.unmasked_end)},
@@ -99,7 +102,8 @@ struct Consumer {
             of_lane_0(walk.below),
             of_lane_0(walk.turns_begin),
             of_lane_0(walk.turns_end),
-            of_lane_0(walk.last_in_turn) != 0};
+            of_lane_0(walk.last_in_turn),
+            of_lane_0(walk.first_row)};
   }
 
   // The `count` next blocks of the tile, which the warpgroup does not need.
@@ -113,30 +117,24 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void process(Tile const& tile) {
-    ForwardWalk const walk = look_at_walk();
+  __device__ __forceinline__ void process(ForwardWalk const& walk) {
     release_unread(walk.above);
-    if (row_of(tile, storage.rows[slot()][warpgroup]) >= tile.sequence.q_length) {
-      storage.tiles.release(tiles);
-      return;
-    }
+    if (walk.first_row == ForwardWalk::kNoRows) return;
 
     auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kConsumer, queries);
     storage.query_full[query.stage][warpgroup].wait(query.phase);
-    float o[kOutputs];
+    float o[kOutputs], inverse[2];
     OnlineSoftmax<Element> softmax(params.scale_log2);
     if (walk.keys.begin < walk.keys.end) {
-      attend(walk, softmax, o);
+      attend(walk, softmax, o, inverse);
     } else {
       release_read_queries();
+      finish(softmax, inverse);
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) o[i] = 0.f;
     }
-    store(softmax, o);
+    store(o, inverse);
     ++queries;
-    int const below = look_at_walk().below;
-    storage.tiles.release(tiles);
-    release_unread(below);
   }
 
   // Turn barrier w: warpgroup w waits, its predecessor arrives. One token goes round for the life of the CTA: the last
@@ -144,8 +142,8 @@ struct Consumer {
   // which blocks, and why that cannot end in a deadlock: TileGiver::give_walks.
   static __device__ __forceinline__ uint32_t turn_barrier(int warpgroup) { return Config::kWarpgroups + warpgroup; }
 
-  __device__ __forceinline__ void attend(ForwardWalk const& walk, OnlineSoftmax<Element>& softmax,
-                                         float (&o)[kOutputs]) {
+  __device__ __forceinline__ void attend(ForwardWalk const& walk, OnlineSoftmax<Element>& softmax, float (&o)[kOutputs],
+                                         float (&inverse)[2]) {
     KeyRange const& keys = walk.keys;
     float s[kScores];
     uint32_t p[kScores / 2];
@@ -155,11 +153,12 @@ struct Consumer {
     multiply_qk(s);
     cute::warpgroup_commit_batch();
     release_left_queries();
+    SeenColumns const seen = look_at_seen_columns();
     cute::warpgroup_wait<0>();
     fence(s);
     release_keys();
     if (is_capped()) cap(s);
-    if (block >= keys.unmasked_end || block < keys.unmasked_begin) mask(s, block);
+    if (block >= keys.unmasked_end || block < keys.unmasked_begin) mask(s, block, seen, block < keys.unmasked_begin);
     softmax.template exact<true>(s, p, o);
 
     int const first_pv = block - 1;  // before the step of this block O holds nothing
@@ -167,7 +166,7 @@ struct Consumer {
     if (is_capped()) {
       attend_capped(s, p, o, softmax, block, first_pv);
     } else {
-      attend_in_legs(walk, s, p, o, softmax, block, first_pv);
+      attend_in_legs(walk, seen, s, p, o, softmax, block, first_pv);
     }
     release_read_queries();
 
@@ -176,6 +175,7 @@ struct Consumer {
     cute::warpgroup_arrive();
     multiply_pv(p, o, block < first_pv);
     cute::warpgroup_commit_batch();
+    finish(softmax, inverse);
     cute::warpgroup_wait<0>();
     fence(o);
     release_values();
@@ -184,17 +184,17 @@ struct Consumer {
   // The blocks below the first. Legs: down to `masked_to` with a mask, from there to `to` without one, in turns below
   // `turns_end`. The first leg has the right edge and ends with the turns; the next ones have what is left of the
   // unmasked blocks, and the left edge.
-  __device__ __forceinline__ void attend_in_legs(ForwardWalk const& walk, float (&s)[kScores],
+  __device__ __forceinline__ void attend_in_legs(ForwardWalk const& walk, SeenColumns seen, float (&s)[kScores],
                                                  uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
                                                  OnlineSoftmax<Element>& softmax, int& block, int first_pv) {
     int masked_to = walk.keys.unmasked_end, to = walk.turns_begin, turns_end = walk.turns_end;
-    bool last = to == walk.keys.begin;
+    bool last = to == walk.keys.begin, left_edge = false;
 #pragma unroll 1
     for (;;) {
 #pragma unroll 1
       for (; block >= masked_to; --block) {
         multiply_both(s, p, o, block < first_pv, false, false);
-        mask(s, block);
+        mask(s, block, seen, left_edge);
         softmax.template exact<false>(s, p, o);
       }
 #pragma unroll 1
@@ -208,11 +208,13 @@ struct Consumer {
       masked_to = last ? left.begin : block + 1;
       to = last ? left.begin : left.unmasked_begin;
       turns_end = 0;
+      left_edge = true;
+      seen = look_at_seen_columns();
     }
   }
 
-  // The same with softcap, in one loop without turns: its code in the other loops, though jumped over, made them twice
-  // as long and short sequences up to 9 % slower.
+  // The same with softcap, in one loop without turns: its code in the other loops, though jumped over, made them up to
+  // twice as long and short sequences 3 to 4 % slower.
   __device__ __forceinline__ void attend_capped(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
                                                 OnlineSoftmax<Element>& softmax, int& block, int first_pv) {
     KeyRange const keys = look_at_walk().keys;
@@ -220,7 +222,9 @@ struct Consumer {
     for (; block >= keys.begin; --block) {
       multiply_both(s, p, o, block < first_pv, false, false);
       cap(s);
-      if (block >= keys.unmasked_end || block < keys.unmasked_begin) mask(s, block);
+      if (block >= keys.unmasked_end || block < keys.unmasked_begin) {
+        mask(s, block, look_at_seen_columns(), block < keys.unmasked_begin);
+      }
       softmax.template exact<false>(s, p, o);
     }
   }
@@ -306,54 +310,60 @@ struct Consumer {
   }
   __device__ __forceinline__ bool is_capped() const { return __builtin_expect(params.cap_scale != 0.f, false); }
 
-  // Scores of keys that a row does not see become -inf. Columns are compile-time numbers against the limits of a row.
-  // Left limits fall only into the blocks below those without a mask.
-  __device__ __forceinline__ void mask(float (&s)[kScores], int block) {
+  __device__ __forceinline__ SeenColumns look_at_seen_columns() const {
     int const place = slot();
-    Tile const& tile = storage.tiles.tile[place];
+    Sequence const sequence = storage.tiles.tile[place].sequence;
     int const i = opaque(thread);
-    int const first_row = row_of(tile, storage.rows[place][warpgroup]) + i / 32 * 16 + i % 32 / 4;
-    int const first_column = block * kBlockN + i % 4 * 2;
-    int begin[2], end[2];
+    int const first_row = storage.walks[place][warpgroup].first_row + i / 32 * 16 + i % 32 / 4;
+    SeenColumns seen;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      Span const seen = visible_keys(first_row + 8 * r, tile.sequence.q_length, tile.sequence.k_length, params.mask);
-      begin[r] = seen.begin - first_column;
-      end[r] = seen.end - first_column;
+      Span const keys = visible_keys(first_row + 8 * r, sequence.q_length, sequence.k_length, params.mask);
+      seen.begin[r] = keys.begin - i % 4 * 2;
+      seen.end[r] = keys.end - i % 4 * 2;
     }
+    return seen;
+  }
+
+  // Scores of keys that a row does not see become -inf. Columns are compile-time numbers against the limits of a row.
+  // Left limits fall only into the blocks below those without a mask.
+  static __device__ __forceinline__ void mask(float (&s)[kScores], int block, SeenColumns const& seen, bool left_edge) {
+    int const column = block * kBlockN;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      if (i / 4 * 8 + i % 2 >= end[(i >> 1) & 1]) s[i] = -INFINITY;
+      if (i / 4 * 8 + i % 2 >= seen.end[(i >> 1) & 1] - column) s[i] = -INFINITY;
     }
-    if (block < storage.walks[place][warpgroup].keys.unmasked_begin) {
+    if (left_edge) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        if (i / 4 * 8 + i % 2 < begin[(i >> 1) & 1]) s[i] = -INFINITY;
+        if (i / 4 * 8 + i % 2 < seen.begin[(i >> 1) & 1] - column) s[i] = -INFINITY;
       }
     }
   }
 
-  // O through shared memory and TMA, which clips rows and columns outside the tensor; LSE straight from registers.
-  __device__ __forceinline__ void store(OnlineSoftmax<Element>& softmax, float (&o)[kOutputs]) {
-    using namespace cute;
-    int const lane = thread % 32, warp = thread / 32;
+  // What O is to be multiplied by; writes the LSE. Done while the last P V runs.
+  __device__ __forceinline__ void finish(OnlineSoftmax<Element>& softmax, float (&inverse)[2]) const {
     int const place = slot();
-    Tile const tile = storage.tiles.tile[place];
-    int const row = row_of(tile, storage.rows[place][warpgroup]);
-    float inverse[2], lse[2];
+    Tile const& tile = storage.tiles.tile[place];
+    int const row = storage.walks[place][warpgroup].first_row + thread / 32 * 16 + thread % 32 / 4;
+    float lse[2];
     // Opaque, or ptxas gives the sink a register for the whole tile.
     float sink = __int_as_float(opaque(__float_as_int(-INFINITY)));
     if (params.sink != nullptr) sink = __ldg(params.sink + tile.head);
     softmax.finish(params.scale, sink, inverse, lse);
-    if (lane % 4 == 0) {
+    if (thread % 4 == 0) {
       float* const head_lse = params.lse + tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        int const i = row + warp * 16 + lane / 4 + 8 * r;
-        if (i < tile.sequence.q_length) head_lse[tile.sequence.q_begin + i] = lse[r];
+        if (row + 8 * r < tile.sequence.q_length) head_lse[tile.sequence.q_begin + row + 8 * r] = lse[r];
       }
     }
+  }
 
+  // O through shared memory and TMA, which clips rows and columns outside the tensor.
+  __device__ __forceinline__ void store(float (&o)[kOutputs], float const (&inverse)[2]) {
+    using namespace cute;
+    int const lane = thread % 32, warp = thread / 32;
     // STSM.x4: lanes 8i..8i+7 hold the row addresses of 8x8 matrix i: rows 0-7 or 8-15, left or right 8 columns.
     // The TMA box swizzles its 16-byte units: 128-byte rows by row % 8, 64-byte rows by row / 2 % 4.
     constexpr int kColumns = Config::kOutputOverQuery ? Config::kHeadDimV : Config::kOutputColumns;
@@ -387,7 +397,9 @@ struct Consumer {
       tma_store_fence();
       cutlass::arch::NamedBarrier::sync(128, warpgroup);
       if (thread == 0) {
-        TmaRows const rows = query_rows(params, tile, row, kRowsPerWarpgroup);
+        int const place = slot();
+        Tile const& tile = storage.tiles.tile[place];
+        TmaRows const rows = query_rows(params, tile, storage.walks[place][warpgroup].first_row, kRowsPerWarpgroup);
 #pragma unroll
         for (int column = 0; column < kColumns; column += Config::kChunk) {
           SM90_TMA_STORE_4D::copy(&params.map_o, buffer + column * kRowsPerWarpgroup, first + column, rows.sequence,

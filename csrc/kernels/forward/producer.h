@@ -18,27 +18,29 @@ struct TileGiver {
 
   __device__ __forceinline__ void run() const {
     TileFinder<false, ForwardParams> finder(params, storage.tiles.found);
+    int keys = 0;  // that the tile before walks
     for (int tiles = 0;; ++tiles) {
-      wait_until_due(tiles);
+      wait_until_due(tiles, keys);
       Tile const tile = broadcast(finder.next());
-      give_walks(tile, tiles);
+      keys = give_walks(tile, tiles) * Config::kBlockN;
       storage.tiles.give(tile, tiles, elected);
       if (tile.block < 0) return;
     }
   }
 
   // Tile number `count` is not looked for as early as there is a slot: one that a CTA takes ahead is one that no idle
-  // CTA can take. Of a dense batch with a counter not before the last but one is done; tiles of a packed batch may be
-  // short.
-  __device__ __forceinline__ void wait_until_due(int count) const {
+  // CTA can take. Of a dense batch with a counter not before the last but one is done, unless the last is short, as
+  // tiles of a packed batch may be: it would be done before the next has loaded.
+  __device__ __forceinline__ void wait_until_due(int count, int keys_before) const {
+    constexpr int kShort = 512;
     storage.nearly_loaded.wait(PipelineState<1>::at(Role::kProducer, count).phase);
-    if (params.counter == nullptr || params.packed.sequences != nullptr || count < 2) return;
+    if (params.counter == nullptr || params.packed.sequences != nullptr || count < 2 || keys_before <= kShort) return;
     auto const done = PipelineState<ForwardStorage<Config>::kSlots>::at(Role::kConsumer, count - 2);
     storage.tiles.empty[done.stage].wait(done.phase);
   }
 
-  // Writes the walks of tile number `count`, before it is given. A lane works for the rows of a warpgroup, the next one
-  // for the whole tile.
+  // Writes the walks of tile number `count`, before it is given; returns how many blocks the tile has. A lane works for
+  // the rows of a warpgroup, the next one for the whole tile.
   //
   // Few blocks are walked without turns. Then the warpgroups change rows from tile to tile, so that it is not the same
   // one that always has the longest walk, or has rows at all: they may be a tile apart, and so lie beside each other.
@@ -48,7 +50,7 @@ struct TileGiver {
   // others'. Such blocks are in the hot loop of each active warpgroup, which takes and passes once in each, from the
   // highest down. No cycle of waits is possible: a warpgroup in block b waits for K of b and V of b + 1, which need
   // only what is released in blocks above b, and for those before it in the ring to issue in b itself.
-  __device__ __forceinline__ void give_walks(Tile const& tile, int count) const {
+  __device__ __forceinline__ int give_walks(Tile const& tile, int count) const {
     constexpr int kLeastTurns = 256 / Config::kBlockN;  // blocks; fewer are not worth the waits
     constexpr int kWhole = Config::kWarpgroups;
     int const lane = threadIdx.x % 32;
@@ -76,10 +78,13 @@ struct TileGiver {
                                               keys.begin - whole.begin,
                                               turns ? whole.unmasked_begin : keys.unmasked_begin,
                                               turns ? turns_end : 0,
-                                              lane == active - 1};
-      storage.rows[slot.stage][warpgroup] = lane;
+                                              lane == active - 1,
+                                              tile.block < 0   ? ForwardWalk::kNoTile
+                                              : lane >= active ? ForwardWalk::kNoRows
+                                                               : row};
       write_and_arrive(storage.tiles.full[slot.stage]);
     }
+    return whole.end - whole.begin;
   }
 };
 
@@ -164,9 +169,8 @@ struct QueryLoader {
   __device__ __forceinline__ void load(Tile const& tile, int tiles) {
 #pragma unroll
     for (int w = 0; w < Config::kWarpgroups; ++w) {
-      int const rows = storage.rows[tiles % storage.kSlots][w];
-      int const row = tile.block * Config::kBlockM + rows * kRowsPerWarpgroup;
-      if (row >= tile.sequence.q_length) continue;
+      int const row = storage.walks[tiles % storage.kSlots][w].first_row;
+      if (row < 0) continue;
       auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kProducer, uses[w]++);
       storage.query_empty[query.stage][w].wait(query.phase);
       if (elected) {

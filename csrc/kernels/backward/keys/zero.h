@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include "host/geometry.h"
 #include "host/params.h"
 
 namespace flash_attn3 {
