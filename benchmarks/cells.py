@@ -74,7 +74,11 @@ class Cell:
     @property
     def standard(self) -> bool:
         """Whether the cell is one of the standard grid, but for its length and graph mode."""
-        same = self.head_dim == self.head_dim_v and self.heads == self.kv_heads == WIDTH // self.head_dim
+        same = (
+            self.dtype != "fp8"
+            and self.head_dim == self.head_dim_v
+            and self.heads == self.kv_heads == WIDTH // self.head_dim
+        )
         return same and not self.packed and self.window == UNBOUNDED and self.batch * self.seqlen_q == TOKENS
 
     @property
@@ -127,11 +131,11 @@ def backward(dims: tuple[int, int], heads: tuple[int, int], seqlen: int, causal:
 def all_cells() -> list[Cell]:
     """Forward: the standard grid, its short lengths once more in a CUDA graph, GQA, fp16 and the other head dims.
 
-    Backward: the standard grid, GQA and the other head dims.
+    Forward of float8_e4m3fn inputs: the standard grid. Backward: the standard grid, GQA and the other head dims.
     Both: packed sequences, dense batches of equal lengths to compare them with, and a window.
     """
     return [
-        *(*_forward_cells(), *_dense_peers("fwd"), window_cell("fwd")),
+        *(*_forward_cells(), *fp8_cells(), *_dense_peers("fwd"), window_cell("fwd")),
         *(*_backward_cells(), *_dense_peers("bwd"), window_cell("bwd")),
         *_packed_cells("varlen_fwd"),
         *_packed_cells("varlen_bwd"),
@@ -164,6 +168,15 @@ def _packed_cells(op: str) -> list[Cell]:
 def _dense_peers(op: str) -> list[Cell]:
     peers = (dense_peer(cell) for cell in _packed_cells(f"varlen_{op}"))
     return [peer for peer in peers if peer is not None]
+
+
+def fp8_cells() -> list[Cell]:
+    return [
+        forward("fp8", (dim, dim), (WIDTH // dim, WIDTH // dim), seqlen, causal)
+        for dim in HEAD_DIMS
+        for causal in (False, True)
+        for seqlen in SEQLENS
+    ]
 
 
 def _backward_cells() -> list[Cell]:
@@ -242,6 +255,14 @@ def target_of(cell: Cell, targets: dict) -> Target | None:
             bounds = [rule["times_cudnn"] for rule in targets["aims_times_cudnn"] if _applies(rule, cell)]
             return Target(parity, targets["floor"] * parity, max([rule["times_parity"] * parity, *bounds]))
     return None
+
+
+def fp8_floor(cell: Cell, targets: dict) -> float | None:
+    """The share of the run's fp8 matrix product that a cell of float8_e4m3fn inputs is to reach, or None."""
+    if cell.dtype != "fp8":
+        return None
+    row = next(r for r in targets["fp8"]["rates"] if (r["head_dim"], r["causal"]) == (cell.head_dim, cell.causal))
+    return row["tflops"][SEQLENS.index(cell.seqlen_q)] / targets["fp8"]["matmul_tflops"]
 
 
 def _applies(rule: dict, cell: Cell) -> bool:

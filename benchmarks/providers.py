@@ -88,8 +88,11 @@ def available(device: str) -> list[Provider]:
 def for_cell(cell, candidates: list[Provider], device: str = "cuda") -> list[Provider]:
     """Those of `available` that a cell measures: fa2 is no peer of a backward, which has our deterministic mode too.
 
-    Packed sequences and windows are for ours and fa2, which both get what the others have no argument for.
+    Inputs in float8_e4m3fn are for ours alone. Packed sequences and windows are for ours and fa2, which both get what
+    the others have no argument for.
     """
+    if cell.dtype == "fp8":
+        return candidates[:1]
     if cell.packed or cell.window != UNBOUNDED:
         return [Provider("flash_attn3", _ours_of(cell, device)), *([] if device == "cpu" else [_fa2_of(cell, device)])]
     if cell.op != "bwd":
@@ -132,8 +135,8 @@ def ours_through_sdpa() -> Provider:
 
 
 def make_inputs(cell, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout ~ N(0, 1), contiguous (B, S, H, D), of packed sequences (T, H, D)."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cell.dtype]
+    """q, k, v, dout ~ N(0, 1), contiguous (B, S, H, D), of packed sequences (T, H, D); fp8 is rounded bf16."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}[cell.dtype]
     generator = torch.Generator(device).manual_seed(0)
     tokens = (sum(sequence_lengths(cell.case)),) if cell.packed else None
     rows, keys = tokens or (cell.batch, cell.seqlen_q), tokens or (cell.batch, cell.seqlen_k)
@@ -143,7 +146,8 @@ def make_inputs(cell, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (*keys, cell.kv_heads, cell.head_dim_v),
         (*rows, cell.heads, cell.head_dim_v),
     )
-    return tuple(torch.randn(*size, dtype=dtype, device=device, generator=generator) for size in sizes)
+    tensors = (torch.randn(*size, dtype=dtype, device=device, generator=generator) for size in sizes)
+    return tuple(x.to(torch.float8_e4m3fn) if cell.dtype == "fp8" else x for x in tensors)
 
 
 def repeated(tensors: tuple[Tensor, ...], times: int) -> tuple[Tensor, ...]:

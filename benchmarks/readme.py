@@ -17,16 +17,16 @@ from benchmarks.cells import HEAD_DIMS, SEQLENS, UNBOUNDED, Cell, packed_cell
 START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
 
 
-def row_of(grid: dict[Cell, dict[str, dict]], op: str, dim: int, causal: bool) -> str | None:
+def row_of(grid: dict[Cell, dict[str, dict]], op: str, dim: int, causal: bool, dtype: str) -> str | None:
     """A line of the table: our TFLOP/s and the ratio to cuDNN at each length."""
     texts = []
     for seqlen in SEQLENS:
         found = [
             providers
             for cell, providers in grid.items()
-            if (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v) == (op, "bf16", dim, dim)
+            if (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v) == (op, dtype, dim, dim)
             and (cell.causal, cell.seqlen_q, cell.graph) == (causal, seqlen, False)
-            and cell.standard
+            and (cell.standard or dtype == "fp8")
         ]
         if not found or report.OURS not in found[0]:
             texts.append("-")
@@ -38,9 +38,9 @@ def row_of(grid: dict[Cell, dict[str, dict]], op: str, dim: int, causal: bool) -
     return f"| {dim} | {'yes' if causal else 'no'} | " + " | ".join(texts) + " |"
 
 
-def table(grid: dict[Cell, dict[str, dict]], op: str) -> list[str]:
+def table(grid: dict[Cell, dict[str, dict]], op: str, dtype: str = "bf16") -> list[str]:
     """The standard grid of an op; empty if the record has none of it."""
-    rows = [row_of(grid, op, dim, causal) for dim in HEAD_DIMS for causal in (False, True)]
+    rows = [row_of(grid, op, dim, causal, dtype) for dim in HEAD_DIMS for causal in (False, True)]
     head = ["| head dim | causal | " + " | ".join(map(str, SEQLENS)) + " |", "|---|---|" + "---|" * len(SEQLENS)]
     return [*head, *filter(None, rows)] if any(rows) else []
 
@@ -105,6 +105,14 @@ def section(record: dict | None) -> str:
         lines += ["", "Backward, timed alone, the same way:", "", *backward]
         if slower:
             lines += ["", f"With `deterministic=True` it takes {min(slower):+.1%} to {max(slower):+.1%} more time."]
+    fp8 = table(grid, "fwd", "fp8")
+    if fp8:
+        ceiling = record["ceilings"].get("fp8_matmul_tflops", float("nan"))
+        lines += [
+            "",
+            "Forward of float8_e4m3fn inputs, quantisation not included, TFLOP/s (a float8_e4m3fn matrix product",
+        ]
+        lines += [f"of 8192 cubed: {ceiling:.0f}):", "", *fp8]
     packed = packed_rows(grid)
     if packed:
         lines += ["", "Packed sequences (`flash_attn_varlen_func`), causal, D 128, 32 query heads on 8, TFLOP/s"]

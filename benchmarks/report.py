@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from benchmarks.cells import UNBOUNDED, Cell, dense_peer, load_targets, target_of
+from benchmarks.cells import UNBOUNDED, Cell, dense_peer, fp8_floor, load_targets, target_of
 from flash_attn3 import ops
 
 OURS, YARDSTICK, PACKED_YARDSTICK = "flash_attn3", "cudnn", "fa2"
@@ -59,7 +59,7 @@ def table(record: dict) -> list[str]:
     targets, grouped = load_targets(), by_cell(record["cells"])
     grouped = {cell: rows for cell, rows in grouped.items() if not cell.packed and cell.window == UNBOUNDED}
     names = list(dict.fromkeys(name for providers in grouped.values() for name in providers if name != DETERMINISTIC))
-    ceiling = record.get("ceilings", {}).get("bf16_matmul_tflops")
+    ceilings = record.get("ceilings", {})
     header = f"{'TFLOP/s':<32}" + "".join(f"{name:>12}" for name in names)
     lines = [header + f"{'/cudnn':>8}{'parity':>7}{'floor':>7}{'aim':>7}{'ceiling':>9}  verdict"]
     for cell, providers in grouped.items():
@@ -69,6 +69,7 @@ def table(record: dict) -> list[str]:
         line += f"{measured:>8.3f}" if measured else f"{'-':>8}"
         limits = (f"{x:.2f}" for x in (target.parity, target.floor, target.aim)) if target else "---"
         line += "".join(f"{text:>7}" for text in limits)
+        ceiling = ceilings.get(f"{'fp8' if cell.dtype == 'fp8' else 'bf16'}_matmul_tflops")
         share = providers[OURS]["tflops"] / ceiling if ceiling and OURS in providers else None
         line += f"{share:>9.0%}" if share else f"{'-':>9}"
         lines.append(f"{line}  {verdict(cell, measured, targets)}".rstrip())
@@ -169,6 +170,12 @@ def below_floor(record: dict) -> list[str]:
         if verdict(cell, measured, targets) == "BELOW FLOOR":
             floor = target_of(cell, targets).floor
             lines.append(f"{cell.name}: {measured:.3f} of {name}, floor {floor:.3f} ({measured / floor - 1:+.1%})")
+        floor, ceiling = fp8_floor(cell, targets), record.get("ceilings", {}).get("fp8_matmul_tflops")
+        if floor and ceiling and OURS in providers and providers[OURS]["tflops"] < floor * ceiling:
+            share = providers[OURS]["tflops"] / ceiling
+            lines.append(
+                f"{cell.name}: {share:.3f} of the fp8 matrix product, floor {floor:.3f} ({share / floor - 1:+.1%})"
+            )
         if dense is not None and dense < targets["of_dense"]["floor"]:
             lines.append(f"{cell.name}: {dense:.3f} of the dense rate, floor {targets['of_dense']['floor']}")
     allowed = targets["deterministic_slowdown"]["floor"]

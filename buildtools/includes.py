@@ -1,7 +1,7 @@
 """Lint: includes and imports go one way.
 
     csrc/binding -> csrc/host -> (plain C++, the CUDA runtime)
-    csrc/kernels/FAMILY -> csrc/kernels/common -> the headers that host and device share
+    csrc/kernels/FAMILY -> csrc/kernels/common -> the headers that host and device share; fp8 -> forward besides
     hopper -> flash_attn3, and never back; tests/oracle.py -> nothing of ours
 
 torch appears in csrc/binding alone, and there only its stable ABI.
@@ -17,7 +17,9 @@ from pathlib import Path
 from buildtools import ROOT
 
 # Plain structs and integer functions that both sides use.
-SHARED_HEADERS = ("host/params.h", "host/geometry.h", "host/packed.h")
+SHARED_HEADERS = ("host/params.h", "host/fp8_params.h", "host/geometry.h", "host/packed.h")
+# Families that are another configuration of the same kernel.
+BUILT_ON = {"kernels/fp8/": ("kernels/forward/",)}
 OWN_FOLDERS = ("binding/", "host/", "kernels/")
 TORCH = ("torch/", "ATen/", "c10/", "caffe2/", "pybind11/", "Python.h")
 STABLE_TORCH = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
@@ -41,9 +43,9 @@ def refuse(source: str, included: str) -> str | None:
             return "host lies below binding"
     if source.startswith("kernels/"):
         folder = "/".join(source.split("/")[:2]) + "/"
-        allowed = ("kernels/common/", folder, *SHARED_HEADERS)
+        allowed = ("kernels/common/", folder, *BUILT_ON.get(folder, ()), *SHARED_HEADERS)
         if included.startswith(OWN_FOLDERS) and not included.startswith(allowed):
-            return f"{folder} may include kernels/common/, itself and {', '.join(SHARED_HEADERS)}"
+            return f"{folder} may include {', '.join(allowed)}"
     return None
 
 

@@ -24,6 +24,8 @@ from buildtools.toolchain import pypi_cuda_roots
 _MATRIX_KERNEL = ("HGMMA", "UTMALDG", "UTMASTG")
 REQUIRED = {
     "forward": _MATRIX_KERNEL,
+    "fp8_forward": ("QGMMA", "UTMALDG", "UTMASTG"),
+    "fp8_transpose": ("PRMT",),
     "backward": (*_MATRIX_KERNEL, "REDG"),
     "backward_keys": _MATRIX_KERNEL,
     "backward_queries": _MATRIX_KERNEL,

@@ -66,6 +66,41 @@ FORWARD = [ForwardKernel(dtype, *tile) for dtype in ("bf16", "fp16") for tile in
 
 
 @dataclass(frozen=True)
+class Fp8Kernel:
+    """One forward kernel for e4m3 inputs; the tile as in ForwardKernel."""
+
+    head_dim: int
+    head_dim_v: int
+    warpgroups: int
+    block_n: int
+    key_stages: int
+    value_stages: int
+    allow: tuple[str, ...] = ()
+
+    op, dtype, family = "fp8_forward", "e4m3", "fp8"
+    header = "kernels/fp8/forward.h"
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.dtype}_d{self.head_dim}_dv{self.head_dim_v}_m{self.block_m}_n{self.block_n}"
+
+    @property
+    def config(self) -> str:
+        """The C++ type that describes this row."""
+        sizes = (self.head_dim, self.head_dim_v, self.warpgroups, self.block_n, self.key_stages, self.value_stages)
+        return f"Fp8Config<{', '.join(map(str, sizes))}>"
+
+    symbol = config
+
+
+FP8 = [Fp8Kernel(64, 64, 3, 128, 4, 4), Fp8Kernel(128, 128, 3, 96, 4, 4), Fp8Kernel(256, 256, 2, 128, 2, 2)]
+
+
+@dataclass(frozen=True)
 class BackwardKernel:
     """One 16-bit kernel of the backward pass; `op` says which gradients it computes and what a CTA holds.
 
@@ -142,7 +177,7 @@ class AuxiliaryKernel:
 
     "backward_prepare" and "backward_finish" come before and after the main kernels of a backward pass. Dtype "any" is
     for kernels that see no 16-bit elements: "packed_schedule" before all others of a packed batch, "backward_sink"
-    after all others of a backward pass with a sink.
+    after all others of a backward pass with a sink, "fp8_transpose" before an fp8_forward.
     """
 
     op: str
@@ -174,14 +209,15 @@ AUXILIARY = [
     *(AuxiliaryKernel(op, dtype) for dtype in ("bf16", "fp16") for op in ("backward_prepare", "backward_finish")),
     AuxiliaryKernel("packed_schedule", "any"),
     AuxiliaryKernel("backward_sink", "any"),
+    AuxiliaryKernel("fp8_transpose", "any"),
 ]
 
-Kernel = ForwardKernel | BackwardKernel | AuxiliaryKernel
+Kernel = ForwardKernel | Fp8Kernel | BackwardKernel | AuxiliaryKernel
 
 
 def rows() -> list[Kernel]:
     """Every row, in the order of the row ids of a full build."""
-    return [*FORWARD, *BACKWARD, *AUXILIARY]
+    return [*FORWARD, *FP8, *BACKWARD, *AUXILIARY]
 
 
 def select(patterns: str = "") -> list[Kernel]:
@@ -197,7 +233,7 @@ def select(patterns: str = "") -> list[Kernel]:
 
 
 # The members of KernelRow that point to a launch function, and the types of their parameters.
-_DIRECTIONS = {"forward": "ForwardParams", "backward": "BackwardParams", "packed": "PackedParams"}
+_DIRECTIONS = {"forward": "ForwardParams", "backward": "BackwardParams", "fp8": "Fp8Params", "packed": "PackedParams"}
 
 
 def _direction(row: Kernel) -> str:

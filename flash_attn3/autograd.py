@@ -14,6 +14,7 @@ from flash_attn3 import checks, dispatch
 
 _operators = torch.ops.flash_attn3
 _kernel_forward = _operators.forward.default
+_kernel_forward_fp8 = _operators.forward_fp8.default
 _kernel_forward_out = _operators.forward_out.default
 _kernel_forward_varlen = _operators.forward_varlen.default
 _kernel_forward_varlen_out = _operators.forward_varlen_out.default
@@ -71,6 +72,8 @@ def refuse_compiled_transform() -> None:
 def forward(q, k, v, qv, descales, sink, lengths, mask, kernel):
     """out and lse, not differentiable."""
     if kernel:
+        if q.dtype == checks.FP8:
+            return _kernel_forward_fp8(q, k, v, *descales, sink, *mask)
         if lengths is None:
             return _kernel_forward(q, k, v, sink, *mask)
         return _kernel_forward_varlen(q, k, v, *lengths, sink, *mask)
@@ -81,11 +84,11 @@ def forward(q, k, v, qv, descales, sink, lengths, mask, kernel):
 
 def forward_into(out, q, k, v, qv, descales, sink, lengths, mask, kernel):
     """lse; out is written through its strides."""
-    if kernel:
+    if kernel and q.dtype != checks.FP8:
         if lengths is None:
             return _kernel_forward_out(q, k, v, sink, out, *mask)
         return _kernel_forward_varlen_out(q, k, v, *lengths, sink, out, *mask)
-    result, lse = forward(q, k, v, qv, descales, sink, lengths, mask, False)
+    result, lse = forward(q, k, v, qv, descales, sink, lengths, mask, kernel)
     out.copy_(result)
     return lse
 

@@ -34,7 +34,6 @@ class Problem(NamedTuple):
     attention_chunk: int = 0
     softcap: float = 0.0
     has_qv: bool = False
-    has_descale: bool = False
     has_sink: bool = False
     varlen: bool = False
 
@@ -53,6 +52,12 @@ def forward_rows(table: list[dict]) -> dict[torch.dtype, list[tuple[int, int]]]:
     A kernel runs every smaller head dim too. A build may be a subset of the kernels (FLASH_ATTN3_KERNELS).
     """
     return {dtype: _largest(_dims(table, "forward", name)) for name, dtype in _TABLE_DTYPES}
+
+
+def fp8_rows(table: list[dict]) -> list[tuple[int, int]]:
+    """The same of the forward for float8_e4m3fn, which needs a kernel before it."""
+    complete = any(row["op"] == "fp8_transpose" for row in table)
+    return _largest(_dims(table, "fp8_forward", "e4m3")) if complete else []
 
 
 def backward_rows(table: list[dict]) -> dict[tuple[torch.dtype, bool], list[tuple[int, int]]]:
@@ -85,6 +90,7 @@ def _largest(dims: set[tuple[int, int]]) -> list[tuple[int, int]]:
 _SUBSET = "FLASH_ATTN3_KERNELS chose a subset"
 _TABLE_DTYPES = (("bf16", torch.bfloat16), ("fp16", torch.float16))
 _rows = forward_rows(ops.kernel_table())
+_fp8_rows = fp8_rows(ops.kernel_table())
 _backward_rows = backward_rows(ops.kernel_table())
 _ops = {row["op"] for row in ops.kernel_table()}
 
@@ -113,6 +119,11 @@ def has_row(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
         if 0 < head_dim <= largest and 0 < head_dim_v <= largest_v:
             return True
     return False
+
+
+def has_fp8_row(head_dim: int, head_dim_v: int) -> bool:
+    """The same for float8_e4m3fn inputs; select_fp8 would not return -1."""
+    return any(0 < head_dim <= largest and 0 < head_dim_v <= largest_v for largest, largest_v in _fp8_rows)
 
 
 def has_backward(dtype: torch.dtype, head_dim: int, head_dim_v: int, deterministic: bool) -> bool:
@@ -166,14 +177,17 @@ def _reasons(problem: Problem) -> list[tuple]:
         reasons.append(
             ("device {} has compute capability {}.{}; the kernels need 9.0", device, *capability(device.index))
         )
-    if problem.dtype not in checks.HALF:
-        reasons.append(("dtype {}: the kernels take float16 and bfloat16", problem.dtype))
+    known = problem.dtype in checks.HALF or problem.dtype == checks.FP8
+    if not known:
+        reasons.append(("dtype {}: the kernels take float16, bfloat16 and float8_e4m3fn", problem.dtype))
+    elif problem.dtype == checks.FP8 and problem.varlen:
+        reasons.append(("cu_seqlens_q, cu_seqlens_k: the kernels for {} take dense batches only", problem.dtype))
     if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM:
         dims = problem.head_dim, problem.head_dim_v
         reasons.append(("head dims {} and {}: the kernels go to {}", *dims, MAX_HEAD_DIM))
-    elif ops.loaded and problem.dtype in checks.HALF:
+    elif ops.loaded and known:
         dims = problem.head_dim, problem.head_dim_v
-        if not has_row(problem.dtype, *dims):
+        if not (has_fp8_row(*dims) if problem.dtype == checks.FP8 else has_row(problem.dtype, *dims)):
             lacking = "head dims {} and {} in {}: this build lacks the kernel ({})"
             reasons.append((lacking, *dims, problem.dtype, _SUBSET))
     if not MIN_SCALE <= problem.softmax_scale <= MAX_SCALE:
@@ -188,8 +202,6 @@ def _reasons(problem: Problem) -> list[tuple]:
         reasons.append(("cu_seqlens_q, cu_seqlens_k: this build lacks the kernel packed_schedule ({})", _SUBSET))
     if problem.has_qv:
         reasons.append(("qv: the kernels do not",))
-    if problem.has_descale:
-        reasons.append(("q_descale, k_descale, v_descale: the kernels do not",))
     return reasons
 
 
@@ -217,7 +229,9 @@ def backward_reasons_not_supported(problem: Problem, deterministic: bool) -> lis
     They need what the forward needs: the backward of a portable forward is portable.
     """
     reasons = reasons_not_supported(problem)
-    if not reasons and not has_backward(problem.dtype, problem.head_dim, problem.head_dim_v, deterministic):
+    if problem.dtype == checks.FP8:
+        reasons.append(f"dtype {problem.dtype} has no gradient")
+    elif not reasons and not has_backward(problem.dtype, problem.head_dim, problem.head_dim_v, deterministic):
         kind = "deterministic backward" if deterministic else "backward"
         dims = f"head dims {problem.head_dim} and {problem.head_dim_v} in {problem.dtype}"
         reasons.append(f"{dims}: this build lacks a kernel of the {kind} ({_SUBSET})")
@@ -242,7 +256,7 @@ class Explanation:
     """How a call would run. `str()` of it is meant for reading."""
 
     backend: str  # "kernel" or "portable"
-    kernel: str | None  # the row of the kernel table that would be launched
+    kernel: str | None  # the rows of the kernel table that would be launched
     reasons: tuple[str, ...]  # why not the kernels
     backward: str  # the rows that would be launched, in this order; or the portable backend
     backward_reasons: tuple[str, ...]  # why not the kernels in the backward, those of the forward among them
@@ -263,7 +277,10 @@ def explain_problem(problem: Problem, deterministic: bool = False) -> Explanatio
     dims = (problem.head_dim, problem.head_dim_v, problem.seqlen_q, problem.seqlen_k)
     kind = (problem.varlen, problem.dtype == torch.bfloat16)
     kernel, backward = None, "portable (blockwise PyTorch on the tensors' device)"
-    if not reasons:
+    if not reasons and problem.dtype == checks.FP8:
+        transpose = next(row["id"] for row in ops.kernel_table() if row["op"] == "fp8_transpose")
+        kernel = _names([transpose, torch.ops.flash_attn3.select_fp8(*dims)])
+    elif not reasons:
         kernel = _names([torch.ops.flash_attn3.select_kernel(*dims, *kind)])
     if problem.dtype == checks.FP8:
         backward = "none (float8_e4m3fn)"
@@ -299,5 +316,5 @@ def checked_problem(
         window, attention_chunk = normalize_packed(window_size, causal, attention_chunk)
     return Problem(
         q.device, q.dtype, seqlen_q, seqlen_k, head_dim, head_dim_v, softmax_scale, window, attention_chunk, softcap,
-        qv is not None, any(x is not None for x in descales), sink is not None, lengths is not None,
+        qv is not None, sink is not None, lengths is not None,
     )  # fmt: skip

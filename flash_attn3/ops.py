@@ -38,6 +38,9 @@ _SCHEMAS = (
     f"forward_out(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor(a!) out, {_MASK}) -> Tensor",
     f"forward_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, Tensor? sink, {_MASK}) -> (Tensor out, Tensor lse)",
     f"forward_varlen_out(Tensor q, Tensor k, Tensor v, {_LENGTHS}, Tensor? sink, Tensor(a!) out, {_MASK}) -> Tensor",
+    # Of float8_e4m3fn inputs, a dense batch: out is bfloat16. Scales are fp32 (B, Hkv); None is 1.
+    "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sink, "
+    f"{_MASK}) -> (Tensor out, Tensor lse)",
     # Contiguous gradients from the out and lse that are passed in, and dsink, fp32 (H,), or (0,) without a sink; dlse
     # None is zero. Without `deterministic` dq may be a sum by atomics.
     f"backward({_BACKWARD_INPUTS}, Tensor? sink, {_MASK}, bool deterministic) "
@@ -51,6 +54,7 @@ _SCHEMAS = (
     "kernel_table() -> Tensor",
     "launch_counts() -> Tensor",
     "select_kernel(int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, bool varlen, bool bf16) -> int",
+    "select_fp8(int head_dim, int head_dim_v, int seqlen_q, int seqlen_k) -> int",
     # The rows of one backward, in order of launch; -1 each if the build lacks one of them.
     f"select_backward(int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, {_BOUNDS}, bool varlen, bool bf16, "
     "bool deterministic) -> (int, int, int)",
@@ -111,6 +115,11 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tu
 @torch.library.register_fake("flash_attn3::forward", lib=_library)
 def _(q, k, v, sink, *mask):
     return _empty_outputs(q, v)
+
+
+@torch.library.register_fake("flash_attn3::forward_fp8", lib=_library)
+def _(q, k, v, q_descale, k_descale, v_descale, sink, *mask):
+    return q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.bfloat16), _empty_lse(q)
 
 
 @torch.library.register_fake("flash_attn3::forward_out", lib=_library)

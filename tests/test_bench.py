@@ -128,7 +128,7 @@ def test_measuring_a_cell():
     assert [row["provider"] for row in rows] == ["flash_attn3", "math"]
     for entry in rows:
         assert entry["ms"] > 0 and entry["tflops"] == pytest.approx(TINY.flops / entry["ms"] / 1e9, rel=1e-3)
-        assert entry["rel_err"] < run.WRONG
+        assert entry["rel_err"] < run.WRONG["bf16"]
         assert "graph" not in entry and report.cell_of(entry) == TINY
 
 
@@ -143,7 +143,7 @@ def test_measuring_a_backward():
     assert [row.get("deterministic") for row in rows] == [None, None, True]
     for entry in rows:
         assert entry["tflops"] == pytest.approx(TINY_BACKWARD.flops / entry["ms"] / 1e9, rel=1e-3)
-        assert 1e-4 < entry["rel_err"] < run.WRONG
+        assert 1e-4 < entry["rel_err"] < run.WRONG["bf16"]
     assert list(report.by_cell(rows)[TINY_BACKWARD]) == [p.label for p in both]
 
 
@@ -158,12 +158,12 @@ def test_wrong_gradients_are_found(lengths, causal, monkeypatch):
     refs = reference.sampled_gradients(q, k, v, dout, causal)
     assert reference.gradient_error(exact, refs) < 1e-12
     call = run.backward_call(providers.available("cpu")[0], cell, (q, k, v, dout))
-    assert reference.gradient_error(call(), refs) < run.WRONG
+    assert reference.gradient_error(call(), refs) < run.WRONG["bf16"]
     for which in range(3):
         for value in (1.0, torch.nan):
             grads = [x.clone() for x in exact]
             grads[which][-1, -1, -1] += value * grads[which].abs().max()
-            assert not reference.gradient_error(grads, refs) < run.WRONG
+            assert not reference.gradient_error(grads, refs) < run.WRONG["bf16"]
 
 
 @pytest.mark.parametrize("op", ["varlen_fwd", "varlen_bwd", "fwd", "bwd"])
@@ -176,12 +176,15 @@ def test_measuring_packed_batches_and_windows(op, monkeypatch):
     cell = replace(TINY, op=op, **mask)
     ours = providers.for_cell(cell, providers.available("cpu"), "cpu")
     (entry,) = run.measure(cell, ours, "cpu", rounds=1, round_ms=0.5)
-    assert entry["tflops"] == pytest.approx(cell.flops / entry["ms"] / 1e9, rel=1e-3) and entry["rel_err"] < run.WRONG
+    assert (
+        entry["tflops"] == pytest.approx(cell.flops / entry["ms"] / 1e9, rel=1e-3)
+        and entry["rel_err"] < run.WRONG["bf16"]
+    )
     assert report.cell_of(json.loads(json.dumps(entry))) == cell
     other = replace(cell, causal=False) if packed else replace(cell, window=(7, 0))
     (provider,) = providers.for_cell(other, providers.available("cpu"), "cpu")
     wrong = replace(provider, call=lambda q, k, v, causal: provider.call(q, k, v, other.causal))
-    assert run.measure(cell, [wrong], "cpu", rounds=1, round_ms=0.1)[0]["rel_err"] > run.WRONG
+    assert run.measure(cell, [wrong], "cpu", rounds=1, round_ms=0.1)[0]["rel_err"] > run.WRONG["bf16"]
 
 
 def test_heads_that_are_repeated_for_a_peer():
@@ -198,11 +201,11 @@ def test_wrong_outputs_are_found(lengths, causal):
     cell = replace(TINY, seqlen_q=lengths[0], seqlen_k=lengths[1], causal=causal)
     q, k, v, _ = providers.make_inputs(cell, "cpu")
     out = providers.available("cpu")[0].call(q, k, v, causal)
-    assert reference.relative_error(out, q, k, v, causal) < run.WRONG
+    assert reference.relative_error(out, q, k, v, causal) < run.WRONG["bf16"]
     out[-1, -1, -1] += 1
-    assert reference.relative_error(out, q, k, v, causal) > run.WRONG
+    assert reference.relative_error(out, q, k, v, causal) > run.WRONG["bf16"]
     out[-1, -1, -1] = torch.nan
-    assert not reference.relative_error(out, q, k, v, causal) < run.WRONG
+    assert not reference.relative_error(out, q, k, v, causal) < run.WRONG["bf16"]
 
 
 def test_a_wrong_peer_is_left_out_and_a_wrong_result_of_ours_is_shown(capsys):
@@ -346,6 +349,26 @@ def test_packed_batches_and_windows_in_tables():
     assert len(report.table(record)) == 2  # the header and the dense cell
 
 
+def test_fp8_cells_are_ours_alone_and_have_floors():
+    chosen = cells.select(cells.all_cells(), ["fwd-fp8-*"])
+    assert len(chosen) == len(cells.fp8_cells()) == 36 and not any(cell.standard for cell in chosen)
+    targets, candidates = cells.load_targets(), providers.available("cpu")
+    for cell in chosen:
+        assert [p.name for p in providers.for_cell(cell, candidates)] == ["flash_attn3"]
+        assert 0 < cells.fp8_floor(cell, targets) < 1 and cells.target_of(cell, targets) is None
+    cell = next(c for c in chosen if (c.head_dim, c.causal, c.seqlen_q) == (128, False, 16384))
+    assert cells.fp8_floor(cell, targets) == 988 / 1300
+    assert cells.fp8_floor(standard(128, 512, True), targets) is None
+    record = record_of(row(cell, "flash_attn3", 900)) | {"ceilings": {"fp8_matmul_tflops": 1300.0}}
+    (line,) = report.below_floor(record)
+    assert cell.name in line and "0.692 of the fp8 matrix product" in line and "0.760" in line
+    assert "69%" in report.table(record)[1]
+    assert "| 128 | no | - | - | - | - | - | 900 |" in readme.section(record)
+    assert report.below_floor(record_of(row(cell, "flash_attn3", 900))) == []
+    q, k, v, _ = providers.make_inputs(replace(cell, batch=1, seqlen_q=64, seqlen_k=64, heads=2, kv_heads=2), "cpu")
+    assert q.dtype == k.dtype == v.dtype == torch.float8_e4m3fn
+
+
 def test_packed_batches_and_windows_in_the_readme_and_the_plot(tmp_path):
     text = readme.section(packed_record())
     assert "| 512 of 32 to 255 tokens | 150 (5.00x) | 150 (5.00x) |" in text and "(2.17x, 0.96 of dense)" in text
@@ -395,7 +418,7 @@ def test_committed_benchmark_has_the_format():
         if cell.op == "overhead":
             assert entry["us"] > 0 and entry["what"] in ("fwd", "fwd_bwd", "sdpa_fwd")
         else:
-            assert entry["ms"] > 0 and entry["rel_err"] < run.WRONG
+            assert entry["ms"] > 0 and entry["rel_err"] < run.WRONG[entry["dtype"]]
 
 
 def test_committed_test_record_has_the_format():

@@ -21,7 +21,7 @@ def test_names_are_unique_and_say_the_row():
     rows = TABLE.rows()
     assert len({row.name for row in rows}) == len(rows)
     assert len({row.symbol for row in rows}) == len(rows)
-    for row in TABLE.FORWARD + TABLE.BACKWARD:
+    for row in TABLE.FORWARD + TABLE.FP8 + TABLE.BACKWARD:
         assert row.name == f"{row.op}_{row.dtype}_d{row.head_dim}_dv{row.head_dim_v}_m{row.block_m}_n{row.block_n}"
         assert row.block_m % (16 if row.op in ("backward", "backward_keys") else 64) == 0 and row.block_n % 8 == 0
     for row in TABLE.AUXILIARY:
@@ -35,7 +35,7 @@ def test_table_covers_the_head_dims(dtype):
     for op in ("backward_keys", "backward_queries"):
         assert {(row.head_dim, row.head_dim_v) for row in TABLE.BACKWARD if (row.op, row.dtype) == (op, dtype)} == tiles
     assert {row.op for row in TABLE.AUXILIARY if row.dtype == dtype} == {"backward_prepare", "backward_finish"}
-    assert [row.name for row in TABLE.rows() if row.dtype == "any"] == ["packed_schedule", "backward_sink"]
+    assert [x.name for x in TABLE.rows() if x.dtype == "any"] == ["packed_schedule", "backward_sink", "fp8_transpose"]
 
 
 def test_filter():
@@ -44,7 +44,7 @@ def test_filter():
     chosen = TABLE.select("*_bf16_d64_*, *_d256_*")
     assert {row.name for row in chosen} == {
         row.name
-        for row in TABLE.FORWARD + TABLE.BACKWARD
+        for row in TABLE.FORWARD + TABLE.FP8 + TABLE.BACKWARD
         if (row.dtype, row.head_dim) == ("bf16", 64) or row.head_dim == 256
     }
     assert chosen == [row for row in everything if row in chosen], "the table's order is kept"
@@ -53,7 +53,7 @@ def test_filter():
 
 
 def test_generated_sources(tmp_path):
-    patterns = "*_d128_dv128_*, *_d256_*, backward_prepare*, backward_finish*, backward_sink, packed_*"  # every family
+    patterns = "*_d128_dv128_*, *_d256_*, *_prepare*, *_finish*, backward_sink, packed_*, fp8_transpose"  # every family
     units = plan.generate(patterns, tmp_path)
     selected = TABLE.select(patterns)
     names = [row.name for row in selected]
@@ -64,12 +64,12 @@ def test_generated_sources(tmp_path):
         assert f'#include "{row.header}"' in text and f"<{row.config}>(params, grid, stream)" in text
         assert (ROOT / "csrc" / row.header).is_file()
     listed = (tmp_path / "generated" / "kernel_table.cpp").read_text()
-    entries = re.findall(r'\{"(\w+)", "(\w+)", .*, (\S+), (\S+), (\S+)\},', listed)
+    entries = re.findall(r'\{"(\w+)", "(\w+)", .*, (\S+), (\S+), (\S+), (\S+)\},', listed)
     assert [entry[0] for entry in entries] == names
     for name, op, *pointers in entries:
-        directions = [op.startswith(direction) for direction in ("forward", "backward", "packed")]
+        directions = [op.startswith(direction) for direction in ("forward", "backward", "fp8", "packed")]
         assert pointers == [f"&launch_{name}" if own else "nullptr" for own in directions] and sum(directions) == 1
-        parameters = ("Forward", "Backward", "Packed")[directions.index(True)]
+        parameters = ("Forward", "Backward", "Fp8", "Packed")[directions.index(True)]
         assert f"void launch_{name}({parameters}Params const&, int, cudaStream_t);" in listed
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "generated").iterdir()}
     plan.generate(patterns, tmp_path)

@@ -120,6 +120,8 @@ def test_description_of_the_built_extension():
         ("kernels/forward/config.h", "host/params.h", True),
         ("kernels/packed/schedule.h", "host/packed.h", True),
         ("kernels/packed/schedule.h", "kernels/forward/config.h", False),
+        ("kernels/fp8/config.h", "kernels/forward/config.h", True),
+        ("kernels/forward/config.h", "kernels/fp8/config.h", False),
         ("kernels/forward/config.h", "host/plan.h", False),
         ("kernels/forward/config.h", "cute/tensor.hpp", True),
         ("kernels/forward/config.h", "c10/util/Exception.h", False),

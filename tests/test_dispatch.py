@@ -19,6 +19,7 @@ def capability(monkeypatch):
     def set_to(value):
         monkeypatch.setattr(ops, "loaded", True)
         monkeypatch.setattr(dispatch, "_rows", {dtype: [(256, 256)] for dtype in checks.HALF})
+        monkeypatch.setattr(dispatch, "_fp8_rows", [(256, 256)])
         every = {(dtype, flag): [(256, 256)] for dtype in checks.HALF for flag in (False, True)}
         monkeypatch.setattr(dispatch, "_backward_rows", every)
         monkeypatch.setattr(dispatch, "_ops", {"packed_schedule", "backward_sink"})
@@ -44,6 +45,7 @@ def test_hopper_runs_the_kernels(capability):
         {"has_sink": True},
         {"varlen": True},
         {"dtype": torch.float16},
+        {"dtype": torch.float8_e4m3fn},
         {"head_dim": 256, "head_dim_v": 256},
         {"head_dim": 1, "head_dim_v": 3},
         {"seqlen_q": 0},
@@ -77,7 +79,8 @@ def test_capability_is_that_of_the_tensors_device(monkeypatch, capability):
     [
         ({"device": torch.device("cpu")}, "device cpu"),
         ({"dtype": torch.float32}, "float32"),
-        ({"dtype": torch.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"dtype": torch.float8_e4m3fn, "varlen": True}, "cu_seqlens_q"),
+        ({"dtype": torch.float8_e4m3fn, "head_dim": 264}, "264"),
         ({"head_dim": 264}, "264"),
         ({"head_dim_v": 512}, "512"),
         ({"softmax_scale": 0.0}, "softmax_scale"),
@@ -87,7 +90,6 @@ def test_capability_is_that_of_the_tensors_device(monkeypatch, capability):
         ({"softcap": 1e39}, "softcap"),
         ({"softcap": 1e38, "softmax_scale": 1e-5}, "softcap"),
         ({"has_qv": True}, "qv"),
-        ({"has_descale": True}, "q_descale"),
     ],
 )
 def test_each_reason_names_its_argument(capability, changes, word):
@@ -104,7 +106,10 @@ def test_a_kernel_that_the_build_lacks(monkeypatch, capability):
     monkeypatch.setattr(dispatch, "_rows", {torch.bfloat16: [(192, 128), (128, 160)], torch.float16: []})
     for dims in ((64, 64), (128, 160), (192, 128)):
         assert dispatch.use_kernel(problem(head_dim=dims[0], head_dim_v=dims[1]), None)
-    for changes in ({"dtype": torch.float16}, {"head_dim": 192, "head_dim_v": 160}, {"head_dim": 256}):
+    monkeypatch.setattr(dispatch, "_fp8_rows", [(64, 64)])
+    assert dispatch.use_kernel(problem(dtype=torch.float8_e4m3fn), None)
+    fp8 = {"dtype": torch.float8_e4m3fn, "head_dim": 80}
+    for changes in (fp8, {"dtype": torch.float16}, {"head_dim": 192, "head_dim_v": 160}, {"head_dim": 256}):
         assert not dispatch.use_kernel(problem(**changes), None)
         reasons = dispatch.reasons_not_supported(problem(**changes))
         assert len(reasons) == 1 and "this build lacks the kernel" in reasons[0]
@@ -122,6 +127,15 @@ def test_has_row_is_what_select_kernel_finds():
                 packed = torch.ops.flash_attn3.select_kernel(head_dim, head_dim_v, 9, 9, True, dtype == torch.bfloat16)
                 assert (row >= 0) == (packed >= 0)
                 assert dispatch.has_row(dtype, head_dim, head_dim_v) == (row >= 0)
+                row = torch.ops.flash_attn3.select_fp8(head_dim, head_dim_v, 9, 9)
+                assert dispatch.has_fp8_row(head_dim, head_dim_v) == (row >= 0)
+
+
+def test_what_the_fp8_forward_needs():
+    rows = [{"op": "fp8_forward", "dtype": "e4m3", "head_dim": d, "head_dim_v": d} for d in (64, 256)]
+    assert dispatch.fp8_rows(rows) == []
+    rows.append({"op": "fp8_transpose", "dtype": "any", "head_dim": 256, "head_dim_v": 256})
+    assert dispatch.fp8_rows(rows) == [(256, 256)]
 
 
 def table(*rows):

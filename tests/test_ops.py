@@ -15,9 +15,9 @@ from flash_attn3 import ops
 
 torch.set_num_threads(1)  # the shapes are small, and a busy machine makes threads wait for each other
 NAMES = (
-    "forward", "forward_out", "forward_varlen", "forward_varlen_out", "backward", "backward_out", "backward_varlen",
-    "backward_varlen_out", "kernel_table", "launch_counts", "select_kernel", "select_backward", "schedule",
-    "schedule_backward", "schedule_varlen", "varlen_layout",
+    "forward", "forward_out", "forward_varlen", "forward_varlen_out", "forward_fp8", "backward", "backward_out",
+    "backward_varlen", "backward_varlen_out", "kernel_table", "launch_counts", "select_kernel", "select_fp8",
+    "select_backward", "schedule", "schedule_backward", "schedule_varlen", "varlen_layout",
 )  # fmt: skip
 PORTABLE = ("portable_forward", "portable_forward_varlen", "portable_backward", "portable_backward_varlen")
 CAUSAL = (0.25, -1, 0, 0, 0.0)  # softmax_scale, window_left, window_right, attention_chunk, softcap

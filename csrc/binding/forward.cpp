@@ -41,20 +41,10 @@ void run(Problem const& problem, Inputs const& in, Tensor const& out, Tensor con
   } else {
     params.map_k = params.map_v = params.map_q;  // never read
   }
+  set_problem(params, problem, in.scores);
   params.lse = static_cast<float*>(lse.data_ptr());
-  params.lse_stride_head = problem.seqlen_q;
-  params.lse_stride_batch = problem.packed ? 0 : problem.heads * problem.seqlen_q;
   params.sink = pointer_to<float const>(sink);
-  params.mask = problem.mask;
-  params.heads = int32_t(problem.heads);
-  params.heads_per_kv_head = int32_t(problem.heads / problem.kv_heads);
-  params.seqlen_q = int32_t(problem.seqlen_q);
-  params.seqlen_k = int32_t(problem.seqlen_k);
   params.head_dim_v = int32_t(target.size(target.dim() - 1));
-  double const scale = in.scores.softcap > 0 ? in.scores.softcap : in.scores.softmax_scale;
-  params.scale = float(scale);
-  params.scale_log2 = float(scale * kLog2E);
-  params.cap_scale = in.scores.softcap > 0 ? float(in.scores.softmax_scale / in.scores.softcap) : 0.f;
 
   int const sms = multiprocessors(device);
   cudaStream_t const stream = current_stream(device);
@@ -70,11 +60,7 @@ void run(Problem const& problem, Inputs const& in, Tensor const& out, Tensor con
     batch.schedule(stream);
     launch(id, params, packed_grid(problem, row, sms), stream);
   } else {
-    if (uses_counter(problem, params.order, sms)) {
-      workspace = empty_cuda({1}, ScalarType::Int, device);
-      params.counter = static_cast<int32_t*>(workspace->data_ptr());
-      check_cuda(cudaMemsetAsync(params.counter, 0, sizeof(int32_t), stream), "cudaMemsetAsync");
-    }
+    workspace = tile_counter(params, problem, device, sms, stream);
     launch(id, params, std::min(params.order.positions, sms), stream);
   }
   deliver(target, out);
@@ -97,6 +83,29 @@ Tensor run_into(Tensor const& out, Inputs const& in) {
 }
 
 }  // namespace
+
+void set_problem(ForwardParams& params, Problem const& problem, Scores const& scores) {
+  params.lse_stride_head = problem.seqlen_q;
+  params.lse_stride_batch = problem.packed ? 0 : problem.heads * problem.seqlen_q;
+  params.mask = problem.mask;
+  params.heads = int32_t(problem.heads);
+  params.heads_per_kv_head = int32_t(problem.heads / problem.kv_heads);
+  params.seqlen_q = int32_t(problem.seqlen_q);
+  params.seqlen_k = int32_t(problem.seqlen_k);
+  double const scale = scores.softcap > 0 ? scores.softcap : scores.softmax_scale;
+  params.scale = float(scale);
+  params.scale_log2 = float(scale * kLog2E);
+  params.cap_scale = scores.softcap > 0 ? float(scores.softmax_scale / scores.softcap) : 0.f;
+}
+
+std::optional<Tensor> tile_counter(ForwardParams& params, Problem const& problem, int32_t device, int sms,
+                                   cudaStream_t stream) {
+  if (!uses_counter(problem, params.order, sms)) return std::nullopt;
+  Tensor const counter = empty_cuda({1}, ScalarType::Int, device);
+  params.counter = static_cast<int32_t*>(counter.data_ptr());
+  check_cuda(cudaMemsetAsync(params.counter, 0, sizeof(int32_t), stream), "cudaMemsetAsync");
+  return counter;
+}
 
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> sink, double softmax_scale,
                                    int64_t window_left, int64_t window_right, int64_t attention_chunk, double softcap) {

@@ -4,9 +4,17 @@
 #include <optional>
 #include <tuple>
 
+#include "binding/problem.h"
 #include "binding/tensors.h"
 
 namespace flash_attn3 {
+
+// What follows from the problem and the scores alone.
+void set_problem(ForwardParams& params, Problem const& problem, Scores const& scores);
+
+// Sets and zeroes the tile counter of a dense batch, whose order is set, and returns its memory; none if it needs none.
+std::optional<Tensor> tile_counter(ForwardParams& params, Problem const& problem, int32_t device, int sms,
+                                   cudaStream_t stream);
 
 // flash_attn3::forward -> (out (B, Sq, H, Dv) contiguous, lse (B, H, Sq) fp32)
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> sink, double softmax_scale,

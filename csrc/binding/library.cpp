@@ -7,6 +7,7 @@
 
 #include "binding/backward.h"
 #include "binding/forward.h"
+#include "binding/fp8.h"
 #include "binding/problem.h"
 #include "binding/schedule.h"
 #include "host/plan.h"
@@ -44,6 +45,12 @@ int64_t select_kernel(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, in
   return select_forward({1, 1, 1, seqlen_q, seqlen_k, head_dim, head_dim_v, {}, bf16, varlen});
 }
 
+int64_t select_fp8(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k) {
+  Problem problem{1, 1, 1, seqlen_q, seqlen_k, head_dim, head_dim_v, {}, true};
+  problem.fp8 = true;
+  return select_forward(problem);
+}
+
 std::tuple<int64_t, int64_t, int64_t> select_backward_kernels(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q,
                                                               int64_t seqlen_k, int64_t window_left,
                                                               int64_t window_right, int64_t attention_chunk,
@@ -62,6 +69,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("forward_out", TORCH_BOX(&forward_out));
   m.impl("forward_varlen", TORCH_BOX(&forward_varlen));
   m.impl("forward_varlen_out", TORCH_BOX(&forward_varlen_out));
+  m.impl("forward_fp8", TORCH_BOX(&forward_fp8));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward_out", TORCH_BOX(&backward_out));
   m.impl("backward_varlen", TORCH_BOX(&backward_varlen));
@@ -72,6 +80,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CompositeExplicitAutograd, m) {
   m.impl("kernel_table", TORCH_BOX(&kernel_table));
   m.impl("launch_counts", TORCH_BOX(&launch_counts));
   m.impl("select_kernel", TORCH_BOX(&select_kernel));
+  m.impl("select_fp8", TORCH_BOX(&select_fp8));
   m.impl("select_backward", TORCH_BOX(&select_backward_kernels));
   m.impl("schedule", TORCH_BOX(&schedule));
   m.impl("schedule_backward", TORCH_BOX(&schedule_backward));

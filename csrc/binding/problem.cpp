@@ -17,23 +17,29 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+bool is_fp8(Tensor const& t) { return t.scalar_type() == ScalarType::Float8_e4m3fn; }
+
+// Elements of 16 bytes.
+int64_t alignment_of(Tensor const& t) { return is_fp8(t) ? 16 : 8; }
+
 // TMA reads 16-byte aligned rows with strides of multiples of 16 bytes below 2^40.
 bool readable_by_tma(Tensor const& t) {
-  constexpr int64_t kAlignment = 8;  // elements of 2 bytes
+  int64_t const alignment = alignment_of(t);
   int64_t const last = t.dim() - 1;
-  if (t.size(last) % kAlignment != 0 || (t.stride(last) != 1 && t.size(last) > 1)) return false;
+  if (t.size(last) % alignment != 0 || (t.stride(last) != 1 && t.size(last) > 1)) return false;
   if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0) return false;
   for (int64_t i = 0; i < last; ++i) {
-    bool const regular = t.stride(i) % kAlignment == 0 && t.stride(i) < (int64_t(1) << 39);
+    bool const regular = t.stride(i) % alignment == 0 && t.stride(i) < (int64_t(1) << 39);
     if (t.size(i) > 1 && !regular) return false;
   }
   return true;
 }
 
-// Uninitialised, contiguous, with the head dim rounded up to a multiple of 8.
+// Uninitialised, contiguous, with the head dim rounded up to a multiple of 16 bytes.
 Tensor empty_padded(Tensor const& t) {
   std::vector<int64_t> sizes = sizes_of(t);
-  sizes.back() = (sizes.back() + 7) / 8 * 8;
+  int64_t const alignment = alignment_of(t);
+  sizes.back() = (sizes.back() + alignment - 1) / alignment * alignment;
   return empty_cuda(sizes, t.scalar_type(), t.get_device_index());
 }
 
@@ -91,7 +97,7 @@ int64_t most_tiles_of(Problem const& p, int64_t rows, int64_t heads) {
 }  // namespace
 
 Problem check_problem(Tensor const& q, Tensor const& k, Tensor const& v, std::optional<Tensor> const& sink,
-                      Lengths const* lengths, Scores const& scores) {
+                      Lengths const* lengths, Scores const& scores, bool fp8) {
   struct Named {
     char const* name;
     Tensor const& tensor;
@@ -99,8 +105,10 @@ Problem check_problem(Tensor const& q, Tensor const& k, Tensor const& v, std::op
   bool const packed = lengths != nullptr;
   int64_t const dims = packed ? 3 : 4;
   ScalarType const dtype = q.scalar_type();
-  if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16) {
-    fail("q has an unsupported dtype; the kernels take float16 and bfloat16");
+  bool const supported = fp8 ? is_fp8(q) : dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+  if (!supported) {
+    fail("q has dtype ", torch::headeronly::toString(dtype), "; this operator's kernels take ",
+         fp8 ? "float8_e4m3fn" : "float16 and bfloat16");
   }
   for (Named const& t : {Named{"q", q}, Named{"k", k}, Named{"v", v}}) {
     if (t.tensor.dim() != dims) {
@@ -124,8 +132,9 @@ Problem check_problem(Tensor const& q, Tensor const& k, Tensor const& v, std::op
             q.size(columns),
             v.size(columns),
             {},
-            dtype == ScalarType::BFloat16,
-            packed};
+            dtype != ScalarType::Half,
+            packed,
+            fp8};
   if (!packed && k.size(0) != p.batch) fail("k has shape ", shape_of(k), "; its batch size must be q's, ", p.batch);
   if (k.size(columns) != p.head_dim) fail("k has shape ", shape_of(k), "; its head dim must be q's, ", p.head_dim);
   for (int64_t i = 0; i < columns; ++i) {
@@ -194,7 +203,7 @@ void check_like_lse(char const* name, Tensor const& tensor, Problem const& p, Te
 Tensor empty_out(Problem const& p, Tensor const& q) {
   std::vector<int64_t> sizes{p.batch, p.seqlen_q, p.heads, p.head_dim_v};
   if (p.packed) sizes.erase(sizes.begin());
-  return empty_cuda(sizes, q.scalar_type(), q.get_device_index());
+  return empty_cuda(sizes, p.fp8 ? ScalarType::BFloat16 : q.scalar_type(), q.get_device_index());
 }
 
 Tensor empty_lse(Problem const& p, Tensor const& q) {
@@ -221,7 +230,11 @@ void check_gpu(int32_t device) {
 
 void fail_without_kernel(Problem const& problem, char const* pass) {
   fail("this build has no ", pass, " kernel for head dim ", problem.head_dim, ", value head dim ", problem.head_dim_v,
-       ", ", problem.bf16 ? "bfloat16" : "float16", "; see torch.ops.flash_attn3.kernel_table()");
+       ", ",
+       problem.fp8    ? "float8_e4m3fn"
+       : problem.bf16 ? "bfloat16"
+                      : "float16",
+       "; see torch.ops.flash_attn3.kernel_table()");
 }
 
 int row_of(char const* op) {
@@ -274,7 +287,9 @@ TensorView view_of(char const* name, Tensor const& t, Problem const& problem) {
           s.stride_batch,
           s.stride_sequence,
           s.stride_head,
-          problem.bf16,
+          is_fp8(t)                                 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+          : t.scalar_type() == ScalarType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
           problem.packed};
 }
 
@@ -299,6 +314,11 @@ void launch(int row, ForwardParams const& params, int grid, cudaStream_t stream)
 
 void launch(int row, BackwardParams const& params, int grid, cudaStream_t stream) {
   kKernelTable[row].backward(params, grid, stream);
+  launches[row].fetch_add(1, std::memory_order_relaxed);
+}
+
+void launch(int row, Fp8Params const& params, int grid, cudaStream_t stream) {
+  kKernelTable[row].fp8(params, grid, stream);
   launches[row].fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -29,9 +29,10 @@ struct Lengths {
   std::optional<Tensor> const &seqused_q, &seqused_k;
 };
 
-// The problem that q, k and v pose, packed if there are lengths. Fails on what no kernel takes.
+// The problem that q, k and v pose, packed if there are lengths; of 16-bit elements, or e4m3 if `fp8`. Fails on what no
+// kernel takes.
 Problem check_problem(Tensor const& q, Tensor const& k, Tensor const& v, std::optional<Tensor> const& sink,
-                      Lengths const* lengths, Scores const& scores);
+                      Lengths const* lengths, Scores const& scores, bool fp8 = false);
 
 // Another tensor of the problem must have this shape, this dtype and q's device.
 void check_tensor(char const* name, Tensor const& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype,
@@ -56,7 +57,7 @@ void check_gpu(int32_t device);
 int row_of(char const* op);
 
 // The tensor itself, or, where TMA cannot read it, a contiguous copy with the head dim filled up with zeros to a
-// multiple of 8.
+// multiple of 16 bytes.
 Tensor prepared(Tensor const& tensor);
 
 // Where the kernels write the values of `result`: the tensor itself, or memory that `deliver` copies into it.
@@ -84,6 +85,7 @@ cudaStream_t current_stream(int32_t device);
 // Launches the kernel of a row and counts it.
 void launch(int row, ForwardParams const& params, int grid, cudaStream_t stream);
 void launch(int row, BackwardParams const& params, int grid, cudaStream_t stream);
+void launch(int row, Fp8Params const& params, int grid, cudaStream_t stream);
 void launch(int row, PackedParams const& params, cudaStream_t stream);
 
 // How often each row of the kernel table has been launched by this process.

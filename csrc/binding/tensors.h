@@ -46,6 +46,7 @@ inline Tensor empty_strided(std::vector<int64_t> const& sizes, ScalarType dtype,
     case ScalarType::Float: code = aoti_torch_dtype_float32(); break;
     case ScalarType::Int: code = aoti_torch_dtype_int32(); break;
     case ScalarType::Long: code = aoti_torch_dtype_int64(); break;
+    case ScalarType::Float8_e4m3fn: code = aoti_torch_dtype_float8_e4m3fn(); break;
     case ScalarType::Byte: code = aoti_torch_dtype_uint8(); break;
     default: fail("no allocation of this dtype");
   }

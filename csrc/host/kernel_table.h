@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "host/fp8_params.h"
 #include "host/params.h"
 
 namespace flash_attn3 {
@@ -10,7 +11,7 @@ namespace flash_attn3 {
 struct KernelRow {
   char const* name;
   char const* op;
-  char const* dtype;  // "bf16", "fp16", or "any"
+  char const* dtype;  // "bf16", "fp16", "e4m3", or "any"
   int head_dim;       // largest that the tile takes; smaller ones are filled up with zeros by TMA
   int head_dim_v;
   int block_m;  // query rows: of a CTA, or of a step where a CTA holds keys
@@ -18,6 +19,7 @@ struct KernelRow {
   // One of them, by op; the others are null.
   void (*forward)(ForwardParams const& params, int grid, cudaStream_t stream);
   void (*backward)(BackwardParams const& params, int grid, cudaStream_t stream);
+  void (*fp8)(Fp8Params const& params, int grid, cudaStream_t stream);
   void (*packed)(PackedParams const& params, int grid, cudaStream_t stream);
 };
 

@@ -61,6 +61,7 @@ bool faster_apart(Problem const& problem, KernelRow const& fused) {
 // block of keys that suits the length; a packed batch always takes the narrow one.
 int select(char const* op, Problem const& problem) {
   bool const wide = !problem.packed && problem.seqlen_k >= kWideBlockKeys;
+  char const* const dtype = problem.fp8 ? "e4m3" : problem.bf16 ? "bf16" : "fp16";
   auto better = [&](KernelRow const& a, KernelRow const& b) {
     int const columns_a = a.head_dim + a.head_dim_v, columns_b = b.head_dim + b.head_dim_v;
     if (columns_a != columns_b) return columns_a < columns_b;
@@ -70,7 +71,7 @@ int select(char const* op, Problem const& problem) {
   for (int id = 0; id < kKernelCount; ++id) {
     KernelRow const& row = kKernelTable[id];
     if (row.head_dim < problem.head_dim || row.head_dim_v < problem.head_dim_v) continue;
-    if ((std::strcmp(row.dtype, "bf16") == 0) != problem.bf16 || !is_op(row, op)) continue;
+    if (std::strcmp(row.dtype, dtype) != 0 || !is_op(row, op)) continue;
     if (best < 0 || better(row, kKernelTable[best])) best = id;
   }
   return best;
@@ -83,7 +84,7 @@ int64_t heads_per_kv_head(Problem const& problem) { return problem.heads / probl
 // Bytes of a token that the tiles of one key head share through L2: what a CTA walks, and what it adds to.
 int64_t shared_bytes(Problem const& problem, KernelRow const& row) {
   int64_t const sums_bytes = is_op(row, "backward") ? int64_t(sizeof(float)) * row.head_dim : 0;
-  return 2 * (problem.head_dim + problem.head_dim_v) + sums_bytes;
+  return (problem.fp8 ? 1 : 2) * (problem.head_dim + problem.head_dim_v) + sums_bytes;
 }
 
 // What the tokens of a group may take.
@@ -157,7 +158,7 @@ bool is_op(KernelRow const& row, char const* op) { return std::strcmp(row.op, op
 
 bool holds_keys(KernelRow const& row) { return is_op(row, "backward") || is_op(row, "backward_keys"); }
 
-int select_forward(Problem const& problem) { return select("forward", problem); }
+int select_forward(Problem const& problem) { return select(problem.fp8 ? "fp8_forward" : "forward", problem); }
 
 std::array<int, 3> select_backward(Problem const& problem, bool deterministic) {
   int const prepare = select("backward_prepare", problem);

@@ -15,6 +15,7 @@ struct Problem {
   Mask mask;
   bool bf16;
   bool packed = false;
+  bool fp8 = false;  // e4m3 inputs; bf16 is then the type of out
 };
 
 // The mask of a caller's bounds, -1 for none. Those that hide nothing from a sequence of these lengths are dropped:

@@ -27,10 +27,11 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 }  // namespace
 
 CUtensorMap make_tensor_map(TensorView const& t, int rows, int columns) {
-  constexpr int kElementBytes = 2;
+  int const element_bytes = t.type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
+  int const width = columns * element_bytes;
   cuuint64_t sizes[4] = {cuuint64_t(t.head_dim), cuuint64_t(t.sequence), cuuint64_t(t.heads), cuuint64_t(t.batch)};
   // The stride of a dimension of size 1 means nothing, and may be anything.
-  auto bytes_of = [](int64_t size, int64_t stride) { return size == 1 ? 16 : cuuint64_t(stride) * kElementBytes; };
+  auto bytes_of = [&](int64_t size, int64_t stride) { return size == 1 ? 16 : cuuint64_t(stride) * element_bytes; };
   cuuint64_t bytes[3] = {bytes_of(t.sequence, t.stride_sequence), bytes_of(t.heads, t.stride_head),
                          bytes_of(t.batch, t.stride_batch)};
   auto address = reinterpret_cast<uintptr_t>(t.data);
@@ -43,11 +44,12 @@ CUtensorMap make_tensor_map(TensorView const& t, int rows, int columns) {
   cuuint32_t const box[4] = {cuuint32_t(columns), cuuint32_t(rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  CUresult const status =
-      encoder()(&map, t.bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-                reinterpret_cast<void*>(address), sizes, bytes, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const status = encoder()(&map, t.type, 4, reinterpret_cast<void*>(address), sizes, bytes, box,
+                                    element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                    width == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                    : width == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                  : CU_TENSOR_MAP_SWIZZLE_32B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::ostringstream message;
     message << "flash_attn3: no TMA descriptor for " << t.name << " (driver error " << int(status) << "): shape ("

@@ -81,6 +81,24 @@ def compute_forward(row: dict, generator: torch.Generator) -> int:
     return len(selected)
 
 
+def compute_fp8(row: dict, generator: torch.Generator) -> int:
+    """The same of a row for float8_e4m3fn inputs, with scales and, last, a window; its transposition runs before it."""
+    selected = (*SHAPES, MORE_TILES_THAN_SMS, WITHOUT_KEYS, MASKED[0])
+    for shape in selected:
+        tensors16, causal = tensors(shape, row, generator)
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in tensors16[:3])
+        descale = torch.rand(q.shape[0], k.shape[2], generator=generator) + 0.5
+        windowed = shape == MASKED[0]
+        mask, options = (MASKED[1], MASKED[2]) if windowed else (bounds(causal), {"causal": causal})
+        out, lse = torch.ops.flash_attn3.forward_fp8(
+            q.cuda(), k.cuda(), v.cuda(), None, descale.cuda(), descale.cuda(), None, q.shape[3] ** -0.5, *mask
+        )
+        ref, ref_lse = oracle.attention(q, k, v, k_descale=descale, v_descale=descale, **options)
+        assert (out.cpu().double() - ref).abs().max() < 0.4, (row["name"], shape)  # 2^-4 of values up to 5
+        assert torch.allclose(lse.cpu().double(), ref_lse, atol=2e-2), (row["name"], shape)
+    return len(selected)
+
+
 def compute_backward(row: dict, generator: torch.Generator) -> int:
     """Runs all rows of both modes for the head dims and dtype of a "backward_keys" row; the number of shapes."""
     shapes = (*BACKWARD_SHAPES, BACKWARD_MORE_TILES_THAN_SMS, WITHOUT_KEYS)
@@ -165,6 +183,8 @@ def main() -> int:
     for row in table:
         if row["op"] == "forward":
             shapes += compute_forward(row, generator)
+        elif row["op"] == "fp8_forward":
+            shapes += compute_fp8(row, generator)
         elif row["op"] == "backward_keys":
             shapes += compute_backward(row, generator)
             shapes += compute_masks(row, generator)

@@ -19,6 +19,9 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, int kWarpgroups_, int k
           int kValueStages_>
 struct ForwardConfig {
   using Element = Element_;
+  using Output = Element;
+  using Params = ForwardParams;
+  static constexpr bool kScaled = false;  // whether Q, K and V have scales
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr int kWarpgroups = kWarpgroups_;
@@ -64,6 +67,8 @@ struct ForwardConfig {
   static constexpr bool kOutputOverQuery = kOutputColumns == 0;
   static_assert(!kOutputOverQuery || kHeadDimV <= kHeadDim, "O fits over Q");
 
+  static constexpr int kOutputChunk = kChunk;
+
   using KMajorAtom = std::conditional_t<kChunk == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
   using MnMajorAtom = std::conditional_t<kChunk == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
@@ -96,6 +101,8 @@ struct alignas(16) ForwardWalk {
   int32_t last_in_turn;  // not 0: it passes the turn to warpgroup 0
   int32_t first_row;     // of the warpgroup's own 64, or one of these
   static constexpr int32_t kNoRows = -1, kNoTile = -2;
+  // Of kernels whose inputs have scales: what Q K^T and P V are times.
+  float score_scale, value_scale;
 };
 
 // Barriers in shared memory: who arrives -> who waits, and what the waiter may then do.
@@ -114,6 +121,7 @@ struct alignas(16) ForwardWalk {
 template <class Config>
 struct ForwardStorage {
   using Element = typename Config::Element;
+  using Output = typename Config::Output;
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
@@ -121,7 +129,7 @@ struct ForwardStorage {
   alignas(1024) Element k[cute::cosize_v<typename Config::LayoutK>];
   alignas(1024) Element v[cute::cosize_v<typename Config::LayoutVt>];
   alignas(
-      1024) Element o[Config::kWarpgroups][Config::kOutputOverQuery ? 8 : kRowsPerWarpgroup * Config::kOutputColumns];
+      1024) Output o[Config::kWarpgroups][Config::kOutputOverQuery ? 8 : kRowsPerWarpgroup * Config::kOutputColumns];
   TransactionBarrier query_full[Config::kQueryBuffers][Config::kWarpgroups];
   Barrier query_empty[Config::kQueryBuffers][Config::kWarpgroups];
   TransactionBarrier key_full[Config::kKeyStages];

@@ -27,6 +27,9 @@ struct Consumer {
   static constexpr int kBlockN = Config::kBlockN;
   static constexpr int kScores = kBlockN / 2;             // accumulators of S a thread
   static constexpr int kOutputs = Config::kHeadDimV / 2;  // accumulators of O a thread
+  static constexpr int kInWord = 4 / sizeof(Element);     // probabilities of a register
+  static constexpr int kWords = kScores / kInWord;
+  static_assert(kBlockN % (8 * kInWord) == 0, "P V sums over so many keys at a time");
 
   // Keys that the two rows of a thread see, counted from its own first column of block 0.
   struct SeenColumns {
@@ -103,7 +106,9 @@ struct Consumer {
             of_lane_0(walk.turns_begin),
             of_lane_0(walk.turns_end),
             of_lane_0(walk.last_in_turn),
-            of_lane_0(walk.first_row)};
+            of_lane_0(walk.first_row),
+            walk.score_scale,
+            walk.value_scale};
   }
 
   // The `count` next blocks of the tile, which the warpgroup does not need.
@@ -124,7 +129,7 @@ struct Consumer {
     auto const query = PipelineState<Config::kQueryBuffers>::at(Role::kConsumer, queries);
     storage.query_full[query.stage][warpgroup].wait(query.phase);
     float o[kOutputs], inverse[2];
-    OnlineSoftmax<Element> softmax(params.scale_log2);
+    OnlineSoftmax<Element> softmax(of_scores(params.scale_log2, walk));
     if (walk.keys.begin < walk.keys.end) {
       attend(walk, softmax, o, inverse);
     } else {
@@ -146,7 +151,7 @@ struct Consumer {
                                          float (&inverse)[2]) {
     KeyRange const& keys = walk.keys;
     float s[kScores];
-    uint32_t p[kScores / 2];
+    uint32_t p[kWords];
     int block = keys.end - 1;
     storage.key_full[key_state.stage].wait(key_state.phase);
     cute::warpgroup_arrive();
@@ -157,7 +162,7 @@ struct Consumer {
     cute::warpgroup_wait<0>();
     fence(s);
     release_keys();
-    if (is_capped()) cap(s);
+    if (is_capped()) cap(s, walk);
     if (block >= keys.unmasked_end || block < keys.unmasked_begin) mask(s, block, seen, block < keys.unmasked_begin);
     softmax.template exact<true>(s, p, o);
 
@@ -185,7 +190,7 @@ struct Consumer {
   // `turns_end`. The first leg has the right edge and ends with the turns; the next ones have what is left of the
   // unmasked blocks, and the left edge.
   __device__ __forceinline__ void attend_in_legs(ForwardWalk const& walk, SeenColumns seen, float (&s)[kScores],
-                                                 uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
+                                                 uint32_t (&p)[kWords], float (&o)[kOutputs],
                                                  OnlineSoftmax<Element>& softmax, int& block, int first_pv) {
     int masked_to = walk.keys.unmasked_end, to = walk.turns_begin, turns_end = walk.turns_end;
     bool last = to == walk.keys.begin, left_edge = false;
@@ -215,13 +220,14 @@ struct Consumer {
 
   // The same with softcap, in one loop without turns: its code in the other loops, though jumped over, made them up to
   // twice as long and short sequences 3 to 4 % slower.
-  __device__ __forceinline__ void attend_capped(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
+  __device__ __forceinline__ void attend_capped(float (&s)[kScores], uint32_t (&p)[kWords], float (&o)[kOutputs],
                                                 OnlineSoftmax<Element>& softmax, int& block, int first_pv) {
-    KeyRange const keys = look_at_walk().keys;
+    ForwardWalk const walk = look_at_walk();
+    KeyRange const& keys = walk.keys;
 #pragma unroll 1
     for (; block >= keys.begin; --block) {
       multiply_both(s, p, o, block < first_pv, false, false);
-      cap(s);
+      cap(s, walk);
       if (block >= keys.unmasked_end || block < keys.unmasked_begin) {
         mask(s, block, look_at_seen_columns(), block < keys.unmasked_begin);
       }
@@ -230,7 +236,7 @@ struct Consumer {
   }
 
   // O += P V of the block before, S = Q K^T of this one. V is given back while Q K^T still runs.
-  __device__ __forceinline__ void multiply_both(float (&s)[kScores], uint32_t (&p)[kScores / 2], float (&o)[kOutputs],
+  __device__ __forceinline__ void multiply_both(float (&s)[kScores], uint32_t (&p)[kWords], float (&o)[kOutputs],
                                                 bool accumulate, bool in_turn, bool last_in_turn) {
     storage.value_full[value_state.stage].wait(value_state.phase);
     storage.key_full[key_state.stage].wait(key_state.phase);
@@ -285,15 +291,15 @@ struct Consumer {
   }
 
   // O += P V, or O = P V where O holds nothing yet.
-  __device__ __forceinline__ void multiply_pv(uint32_t (&p)[kScores / 2], float (&o)[kOutputs], bool accumulate) {
+  __device__ __forceinline__ void multiply_pv(uint32_t (&p)[kWords], float (&o)[kOutputs], bool accumulate) {
     using namespace cute;
     typename Config::MmaPv mma;
     auto const slice = mma.get_slice(0);
     Tensor sVt = make_tensor(make_smem_ptr(storage.v), typename Config::LayoutVt{});  // (DV, N, STAGES)
     Tensor tOrV = slice.partition_fragment_B(sVt)(_, _, _, value_state.stage);        // (MMA, 1, N/16)
-    // Accumulators of S, packed in pairs, are the A operand as they lie: (MMA, 1, N/16).
-    Tensor tOrP =
-        make_tensor(reinterpret_cast<Element*>(&p[0]), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
+    // Accumulators of S, packed, are the A operand as they lie: (MMA, 1, N/16), of 8-bit elements (MMA, 1, N/32).
+    Tensor tOrP = make_tensor(reinterpret_cast<Element*>(&p[0]),
+                              Layout<Shape<Shape<Int<kInWord>, _2, _2>, _1, Int<kBlockN / (8 * kInWord)>>>{});
     Tensor tOrO = accumulator(o);
     mma.accumulate_ = accumulate ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
 #pragma unroll
@@ -304,9 +310,18 @@ struct Consumer {
   }
 
   // Softcap: scores in units of the cap. The hot loop branches over it.
-  __device__ __forceinline__ void cap(float (&s)[kScores]) const {
+  __device__ __forceinline__ void cap(float (&s)[kScores], ForwardWalk const& walk) const {
+    float const scale = Config::kScaled ? params.cap_scale * walk.score_scale : params.cap_scale;
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(params.cap_scale * s[i]);
+    for (int i = 0; i < kScores; ++i) s[i] = tanh_by_exp2(scale * s[i]);
+  }
+  // `scale` as it is for the scores of a tile; those in units of the cap have no other.
+  __device__ __forceinline__ float of_scores(float scale, ForwardWalk const& walk) const {
+    if constexpr (!Config::kScaled) return scale;
+    if (is_capped()) return scale;
+    // A normal number, for a zero times the -inf of a masked score would be NaN; which negative scales become.
+    float const scaled = scale * walk.score_scale;
+    return scaled >= 0.f ? fmaxf(scaled, 0x1p-126f) : NAN;
   }
   __device__ __forceinline__ bool is_capped() const { return __builtin_expect(params.cap_scale != 0.f, false); }
 
@@ -350,7 +365,9 @@ struct Consumer {
     // Opaque, or ptxas gives the sink a register for the whole tile.
     float sink = __int_as_float(opaque(__float_as_int(-INFINITY)));
     if (params.sink != nullptr) sink = __ldg(params.sink + tile.head);
-    softmax.finish(params.scale, sink, inverse, lse);
+    ForwardWalk const& walk = storage.walks[place][warpgroup];
+    softmax.finish(of_scores(params.scale, walk), sink, inverse, lse);
+    if constexpr (Config::kScaled) inverse[0] *= walk.value_scale, inverse[1] *= walk.value_scale;
     if (thread % 4 == 0) {
       float* const head_lse = params.lse + tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head;
 #pragma unroll
@@ -367,11 +384,12 @@ struct Consumer {
     // STSM.x4: lanes 8i..8i+7 hold the row addresses of 8x8 matrix i: rows 0-7 or 8-15, left or right 8 columns.
     // The TMA box swizzles its 16-byte units: 128-byte rows by row % 8, 64-byte rows by row / 2 % 4.
     constexpr int kColumns = Config::kOutputOverQuery ? Config::kHeadDimV : Config::kOutputColumns;
-    constexpr int kUnits = Config::kChunk / 8;
+    using Output = typename Config::Output;
+    constexpr int kChunk = Config::kOutputChunk, kUnits = kChunk / 8;
     int const stsm_row = warp * 16 + lane % 16;
     int const swizzle = kUnits == 8 ? stsm_row % 8 : stsm_row / 2 % 4;
-    Element* const buffer =
-        Config::kOutputOverQuery ? storage.q[opaque(queries) % Config::kQueryBuffers][warpgroup] : storage.o[warpgroup];
+    Output* buffer = storage.o[warpgroup];
+    if constexpr (Config::kOutputOverQuery) buffer = storage.q[opaque(queries) % Config::kQueryBuffers][warpgroup];
     uint128_t* const row_units = reinterpret_cast<uint128_t*>(buffer) + stsm_row * kUnits;
 #pragma unroll
     for (int first = 0; first < Config::kHeadDimV; first += kColumns) {
@@ -388,9 +406,9 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           int const i = (first + column) / 2 + 2 * j;
-          packed[j] = Packed<Element>::pack(o[i] * inverse[j & 1], o[i + 1] * inverse[j & 1]);
+          packed[j] = Packed<Output>::pack(o[i] * inverse[j & 1], o[i + 1] * inverse[j & 1]);
         }
-        int const chunk = column / Config::kChunk, unit = column % Config::kChunk / 8 + lane / 16;
+        int const chunk = column / kChunk, unit = column % kChunk / 8 + lane / 16;
         SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3],
                                 row_units[chunk * kRowsPerWarpgroup * kUnits + (unit ^ swizzle)]);
       }
@@ -401,7 +419,7 @@ struct Consumer {
         Tile const& tile = storage.tiles.tile[place];
         TmaRows const rows = query_rows(params, tile, storage.walks[place][warpgroup].first_row, kRowsPerWarpgroup);
 #pragma unroll
-        for (int column = 0; column < kColumns; column += Config::kChunk) {
+        for (int column = 0; column < kColumns; column += kChunk) {
           SM90_TMA_STORE_4D::copy(&params.map_o, buffer + column * kRowsPerWarpgroup, first + column, rows.sequence,
                                   tile.head, rows.batch);
         }

@@ -15,7 +15,8 @@
 namespace flash_attn3 {
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_constant__ ForwardParams const params) {
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_kernel(__grid_constant__ typename Config::Params const params) {
   using Storage = ForwardStorage<Config>;
   auto& storage = shared_storage<Storage>();
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
       QueryLoader<Config>{params, storage, elected}.run();
     } else if (params.gaps.gaps != nullptr) {
       int const thread = blockIdx.x * 32 + threadIdx.x % 32, threads = gridDim.x * 32;
-      fill_gaps<typename Config::Element>(params.gaps, params.out, params.heads, params.head_dim_v, thread, threads);
+      fill_gaps<typename Config::Output>(params.gaps, params.out, params.heads, params.head_dim_v, thread, threads);
       fill_lse_gaps(params.gaps, params.lse, params.lse_stride_head, params.heads, thread, threads);
     }
   } else {
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(__grid_con
 }
 
 template <class Config>
-void launch_forward(ForwardParams const& params, int grid, cudaStream_t stream) {
+void launch_forward(typename Config::Params const& params, int grid, cudaStream_t stream) {
   launch_persistent<ForwardStorage<Config>, Config::kSharedLimit>(
       &forward_kernel<Config>, params, grid, Config::kThreads, params.packed.sequences != nullptr, stream);
 }

@@ -12,7 +12,7 @@ namespace flash_attn3 {
 
 template <class Config>
 struct TileGiver {
-  ForwardParams const& params;
+  typename Config::Params const& params;
   ForwardStorage<Config>& storage;
   bool const elected;
 
@@ -68,6 +68,15 @@ struct TileGiver {
     bool const turns = active > 1 && whole.unmasked_begin + kLeastTurns <= turns_end;
     int const rotation = turns ? 0 : count % kWhole;
 
+    float score_scale = 1.f, value_scale = 1.f;
+    if constexpr (Config::kScaled) {
+      if (tile.block >= 0) {
+        int const kv_head = tile.head / params.heads_per_kv_head;
+        score_scale = params.q_descale.of(tile.batch, kv_head) * params.k_descale.of(tile.batch, kv_head);
+        value_scale = params.v_descale.of(tile.batch, kv_head);
+      }
+    }
+
     auto const slot = PipelineState<ForwardStorage<Config>::kSlots>::at(Role::kProducer, count);
     wait_and_read(storage.tiles.empty[slot.stage], slot.phase);
     if (lane < kWhole) {
@@ -81,7 +90,9 @@ struct TileGiver {
                                               lane == active - 1,
                                               tile.block < 0   ? ForwardWalk::kNoTile
                                               : lane >= active ? ForwardWalk::kNoRows
-                                                               : row};
+                                                               : row,
+                                              score_scale,
+                                              value_scale};
       write_and_arrive(storage.tiles.full[slot.stage]);
     }
     return whole.end - whole.begin;
@@ -119,7 +130,7 @@ struct KeyLoader {
 #pragma unroll 1
     for (int block = end; block >= begin; --block) {
       if (block > begin) load_keys(tile, (block - 1) * kBlockN, kv_head);
-      if (block < end) load_values(tile, block * kBlockN, kv_head);
+      if (block < end) load_values(tile, block, kv_head);
       if (block == min_int(end, begin + kAhead)) arrive_warp(storage.nearly_loaded);
     }
   }
@@ -136,14 +147,21 @@ struct KeyLoader {
     key_state.advance();
   }
 
-  __device__ __forceinline__ void load_values(Tile const& tile, int row, int kv_head) {
+  __device__ __forceinline__ void load_values(Tile const& tile, int block, int kv_head) {
     auto& full = storage.value_full[value_state.stage];
     storage.value_empty[value_state.stage].wait(value_state.phase);
     if (elected) {
       full.arrive_and_expect_tx(Config::kValueBytes);
-      load_rows<kChunk, Config::kHeadDimV, kBlockN>(params.map_v, full, cute::TMA::CacheHintSm90::EVICT_LAST,
-                                                    storage.v + value_state.stage * (kBlockN * Config::kHeadDimV),
-                                                    key_rows(params, tile, row, kBlockN), kv_head);
+      auto const hint = cute::TMA::CacheHintSm90::EVICT_LAST;
+      auto* const stage = storage.v + value_state.stage * (Config::kValueBytes / sizeof(*storage.v));
+      if constexpr (Config::kScaled) {  // a block as kernels/fp8/transpose.h leaves it
+        int const head = tile.batch * (params.heads / params.heads_per_kv_head) + kv_head;
+        cute::SM90_TMA_LOAD_4D::copy(&params.map_v, reinterpret_cast<uint64_t*>(&full), static_cast<uint64_t>(hint),
+                                     stage, 0, 0, block, head);
+      } else {
+        load_rows<kChunk, Config::kHeadDimV, kBlockN>(params.map_v, full, hint, stage,
+                                                      key_rows(params, tile, block * kBlockN, kBlockN), kv_head);
+      }
     }
     value_state.advance();
   }
