@@ -283,6 +283,8 @@ def attend(
     if q.dtype == checks.FP8 and needs_grad:
         raise NotImplementedError("q, k, v: float8_e4m3fn has no gradient; use torch.no_grad() or 16-bit inputs")
     in_transform = transformed()
+    if q.dtype == checks.FP8 and in_transform and not torch.compiler.is_compiling():
+        refuse_tangents(sink=sink)
     if q.dtype == checks.FP8 or not (needs_grad or in_transform):
         return forward(q, k, v, qv, descales, sink, lengths, mask, kernel)
     compiling = torch.compiler.is_compiling()

@@ -122,7 +122,7 @@ def has_row(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
 
 
 def has_fp8_row(head_dim: int, head_dim_v: int) -> bool:
-    """The same for float8_e4m3fn inputs; select_fp8 would not return -1."""
+    """The same for float8_e4m3fn inputs, with the kernel before it."""
     return any(0 < head_dim <= largest and 0 < head_dim_v <= largest_v for largest, largest_v in _fp8_rows)
 
 
@@ -278,8 +278,8 @@ def explain_problem(problem: Problem, deterministic: bool = False) -> Explanatio
     kind = (problem.varlen, problem.dtype == torch.bfloat16)
     kernel, backward = None, "portable (blockwise PyTorch on the tensors' device)"
     if not reasons and problem.dtype == checks.FP8:
-        transpose = next(row["id"] for row in ops.kernel_table() if row["op"] == "fp8_transpose")
-        kernel = _names([transpose, torch.ops.flash_attn3.select_fp8(*dims)])
+        before = [row["id"] for row in ops.kernel_table() if row["op"] == "fp8_transpose" and problem.seqlen_k > 0]
+        kernel = _names([*before, torch.ops.flash_attn3.select_fp8(*dims)])
     elif not reasons:
         kernel = _names([torch.ops.flash_attn3.select_kernel(*dims, *kind)])
     if problem.dtype == checks.FP8:

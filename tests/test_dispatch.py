@@ -128,7 +128,8 @@ def test_has_row_is_what_select_kernel_finds():
                 assert (row >= 0) == (packed >= 0)
                 assert dispatch.has_row(dtype, head_dim, head_dim_v) == (row >= 0)
                 row = torch.ops.flash_attn3.select_fp8(head_dim, head_dim_v, 9, 9)
-                assert dispatch.has_fp8_row(head_dim, head_dim_v) == (row >= 0)
+                complete = row >= 0 and dispatch.has_op("fp8_transpose")
+                assert dispatch.has_fp8_row(head_dim, head_dim_v) == complete
 
 
 def test_what_the_fp8_forward_needs():

@@ -18,6 +18,10 @@ namespace flash_attn3 {
 constexpr int kTransposeThreads = 256;
 constexpr int kMostColumns = 256;  // of a head
 
+// Rows of 16 keys each have their 16-byte units in an order of their own, so that a warp which reads 16 keys a lane
+// finds them in different banks.
+__device__ __forceinline__ int turn_of(int row) { return row / 16 % 8; }
+
 __device__ __forceinline__ void turn_four(uint32_t const (&in)[4], uint32_t (&out)[4]) {
   uint32_t const low01 = __byte_perm(in[0], in[1], 0x5140), low23 = __byte_perm(in[2], in[3], 0x5140);
   uint32_t const high01 = __byte_perm(in[0], in[1], 0x7362), high23 = __byte_perm(in[2], in[3], 0x7362);
@@ -42,19 +46,19 @@ __global__ void __launch_bounds__(kTransposeThreads) fp8_transpose_kernel(__grid
     int const row = i / units, unit = i % units, key = first_key + row;
     uint4 value{0, 0, 0, 0};
     if (key < params.seqlen_k) value = __ldg(reinterpret_cast<uint4 const*>(v + key * params.v.stride_sequence) + unit);
-    *reinterpret_cast<uint4*>(&rows[row][unit * 4]) = value;
+    *reinterpret_cast<uint4*>(&rows[row][(unit ^ turn_of(row)) * 4]) = value;
   }
   __syncthreads();
   uint8_t* const out = params.transposed + int64_t(blockIdx.x) * columns * kTransposedKeys;
-  int const quads = columns / 4;
-  for (int i = threadIdx.x; i < block_n / 16 * quads; i += kTransposeThreads) {
-    int const group = i / quads, quad = i % quads;
+  int const groups = block_n / 16;  // neighbouring lanes: what they write lies side by side
+  for (int i = threadIdx.x; i < groups * (columns / 4); i += kTransposeThreads) {
+    int const group = i % groups, quad = i / groups, word = quad ^ turn_of(group * 16) * 4;
     uint32_t turned[4][4];  // [column][four places]
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       uint32_t in[4], column[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) in[j] = rows[group * 16 + 2 * t + j % 2 + j / 2 * 8][quad];
+      for (int j = 0; j < 4; ++j) in[j] = rows[group * 16 + 2 * t + j % 2 + j / 2 * 8][word];
       turn_four(in, column);
 #pragma unroll
       for (int j = 0; j < 4; ++j) turned[j][t] = column[j];
