@@ -247,6 +247,9 @@ def test_errors_of_e4m3():
         flash_attn_func(q, k, v, qv=q)
     with pytest.raises(NotImplementedError, match="float8_e4m3fn"):
         flash_attn_func(q.detach().requires_grad_(), k, v)
+    sink = torch.zeros(q.shape[2])
+    with pytest.raises(NotImplementedError, match="sink has a forward-mode derivative"):
+        torch.func.jvp(lambda s: attention(q, k, v, sink=s), (sink,), (torch.ones_like(sink),))
 
 
 def test_unknown_keywords():
